@@ -1,0 +1,48 @@
+"""What people see: tables on stdout, one JSON object with --json, errors as one message."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from dflash_cache.errors import DFlashError
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print exactly one JSON object on stdout."
+)
+
+
+class ErrorBorder(click.Group):
+    """A user's mistake is one message and exit 1; a bug of ours keeps its traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DFlashError as error:
+            raise click.ClickException(str(error)) from None
+
+
+def show(values: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print a report for machines or for people."""
+    if as_json:
+        click.echo(json.dumps(dict(values)))
+        return
+    width = max((len(key) for key in values), default=0)
+    for key, value in values.items():
+        click.echo(f"{key:<{width}}  {spoken(key, value)}")
+
+
+def spoken(key: str, value: Any) -> str:
+    """A value as people read it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and (key == "bytes" or key.endswith("_bytes")):
+        return f"{value / 1e9:.3f} GB"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k}: {spoken(k, v)}" for k, v in value.items()) or "-"
+    if isinstance(value, list):
+        return " ".join(spoken("", item) for item in value) or "-"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

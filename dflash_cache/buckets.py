@@ -1,0 +1,73 @@
+"""Decide which samples are extracted together.  Pure integers: no torch, no zarr, no I/O.
+
+A bucket is a range of lengths; its samples are padded together for the target.  A unit is the
+samples of one bucket that are committed together.  The plan is a function of the lengths alone:
+it does not depend on devices, batches or what was done before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """Samples (by position in the length list) that form one unit."""
+
+    name: str
+    bucket: int  # exclusive upper bound of the lengths
+    members: tuple[int, ...]
+
+
+def bucket_edges_of(lengths: Sequence[int], edges: Sequence[int]) -> list[int]:
+    """The edges in use: the data's own maximum closes the last bucket if it lies beyond all."""
+    longest = max(lengths, default=0)
+    return [*edges, longest + 1] if longest >= edges[-1] else list(edges)
+
+
+def plan_units(lengths: Sequence[int], *, edges: Sequence[int], unit_tokens: int) -> list[UnitPlan]:
+    """Every sample in exactly one unit, of one bucket, of about `unit_tokens` tokens.
+
+    Samples are sorted by length within a bucket, so that a padded batch wastes little.  A unit
+    holds at least one sample, however long.
+    """
+    closed = bucket_edges_of(lengths, edges)
+    which = np.searchsorted(np.asarray(closed), np.asarray(lengths, dtype=np.int64), side="right")
+    units: list[UnitPlan] = []
+    for index, edge in enumerate(closed):
+        members = np.flatnonzero(which == index)
+        members = members[np.argsort(np.asarray(lengths)[members], kind="stable")]
+        for group in cut(
+            members.tolist(), np.asarray(lengths)[members].tolist(), limit=unit_tokens
+        ):
+            units.append(UnitPlan(name=f"u{len(units):06d}", bucket=edge, members=tuple(group)))
+    return units
+
+
+def cut(items: Sequence[int], sizes: Sequence[int], *, limit: int) -> list[list[int]]:
+    """Split a sequence into runs whose sizes sum to at most `limit` (a lone item may exceed it)."""
+    runs: list[list[int]] = []
+    room = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not runs or size > room:
+            runs.append([])
+            room = limit
+        runs[-1].append(item)
+        room -= size
+    return runs
+
+
+def plan_batches(lengths: Sequence[int], *, batch_tokens: int) -> list[list[int]]:
+    """Rows of each padded batch: as many as fit `batch_tokens` slots at the longest row's length.
+
+    Rows come back sorted by length, longest batch first, so that a batch too big for memory is
+    found at once.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    batches: list[list[int]] = []
+    for row in order:
+        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > batch_tokens:
+            batches.append([])
+        batches[-1].append(row)
+    return batches

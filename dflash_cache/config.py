@@ -1,0 +1,72 @@
+"""Options of stage one, each written once: type, default, help.
+
+The command line makes its options from these fields, so a default lives nowhere else.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_cache.errors import ConfigError
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field that the command line shows with `help`."""
+    return field(default=default, metadata={"help": help})
+
+
+def required(help: str) -> Any:
+    """A field without a default: the user has to say it."""
+    return field(metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildConfig:
+    """What `dflash cache build` runs."""
+
+    # These decide what the cache holds; they are part of its fingerprint.
+    target: str = required("Hugging Face folder or name of the frozen target model.")
+    data: str = required("JSONL, JSON or Parquet file, data set folder, or Hub data set name.")
+    out: Path = required("Folder of the cache.")
+    split: str = option("train", "Split of a Hub data set or data set folder.")
+    max_samples: int | None = option(None, "Use only the first rows of the data.")
+    max_length: int | None = option(
+        None, "Skip samples with more tokens (default: the positions of the target)."
+    )
+    target_layers: tuple[int, ...] | None = option(
+        None, "Target layers to keep, for example 1,16,31,46,61 (default: spread evenly)."
+    )
+    num_target_layers: int = option(5, "How many target layers to keep, if not named.")
+    mask_token_id: int | None = option(
+        None, "Mask token of the drafter (default: an id that the tokenizer never produces)."
+    )
+    target_dtype: str = option("bfloat16", "Precision of the target: bfloat16 or float32.")
+    bucket_edges: tuple[int, ...] = option(
+        (770, 1216, 1728, 2432, 3296, 8193), "Exclusive upper bounds of the length buckets."
+    )
+    unit_tokens: int = option(32768, "Tokens of one unit, which is committed as a whole.")
+
+    # These change only how fast, or whether, it gets there.
+    batch_tokens: int = option(16384, "Token slots of one padded target batch.")
+    device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one.")
+    max_skipped: float = option(0.1, "Stop when a larger share of the rows cannot be used.")
+    agreement_samples: int = option(
+        8, "Samples on which the target's agreement with the text is measured; 0 skips it."
+    )
+
+    def __post_init__(self) -> None:
+        if self.target_dtype not in ("bfloat16", "float32"):
+            raise ConfigError(f"--target-dtype {self.target_dtype}: want bfloat16 or float32")
+        if list(self.bucket_edges) != sorted(set(self.bucket_edges)) or not self.bucket_edges:
+            raise ConfigError(f"--bucket-edges {self.bucket_edges}: want increasing numbers")
+        for name in ("num_target_layers", "unit_tokens", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: want 1 or more"
+                )
+        for name in ("max_samples", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: want 1 or more")
+        if not 0 <= self.max_skipped <= 1:
+            raise ConfigError(f"--max-skipped {self.max_skipped}: want a share between 0 and 1")

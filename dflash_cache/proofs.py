@@ -1,0 +1,120 @@
+"""Are these hidden states right?  Each check fails the build with its reason.
+
+Users lose weeks to caches that are silently wrong: shifted by a layer, taken after the final
+norm, all zero on hybrid targets, wrong for padded rows.  None of these shows in a training loss.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_cache.errors import ProofError
+from dflash_cache.samples import Sample
+from dflash_cache.target import Target
+
+# Relative L2 error per token that kernels of other shapes may cause, by the target's dtype.
+# bfloat16 keeps 8 bits; the error of tens of layers adds up.
+TOLERANCE = {"bfloat16": 0.05, "float32": 1e-3}
+# A greedy agreement under this says that the text is not the target's own.
+LOW_AGREEMENT = 0.5
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """Largest relative L2 distance between rows of the last dimension."""
+    found, wanted = found.float(), wanted.float()
+    distance = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)
+    return float(distance.max())
+
+
+def prove_hooks(target: Target, input_ids: Tensor, layer_ids: Sequence[int]) -> float:
+    """Target layer i, taken by hook, is entry i + 1 of the library's own `hidden_states`."""
+    hooked = target.hidden_states(input_ids, layer_ids)
+    reported = target.all_hidden_states(input_ids)
+    worst = 0.0
+    for layer_id, states in zip(layer_ids, hooked, strict=True):
+        if layer_id == target.spec.num_layers - 1:
+            continue  # that entry stands after the final norm; nothing to compare with
+        worst = max(worst, relative_error(states, reported[layer_id + 1]))
+        if worst > TOLERANCE[target.spec.dtype]:
+            raise ProofError(
+                f"target layer {layer_id}: its hooked output differs from hidden_states"
+                f"[{layer_id + 1}] by {worst:.3g} (relative); the states would be of another layer"
+            )
+    return worst
+
+
+def prove_padding(target: Target, rows: Sequence[Tensor], layer_ids: Sequence[int]) -> float:
+    """A row in a padded batch has the states that it has alone."""
+    batch = pad_right(rows)
+    together = target.hidden_states(batch, layer_ids)
+    worst = 0.0
+    for index, row in enumerate(rows):
+        for layer_id, states, alone in zip(
+            layer_ids, together, target.hidden_states(row[None], layer_ids), strict=True
+        ):
+            worst = max(worst, relative_error(states[index, : len(row)], alone[0]))
+            if worst > TOLERANCE[target.spec.dtype]:
+                raise ProofError(
+                    f"target layer {layer_id}: a row of {len(row)} tokens padded to "
+                    f"{batch.shape[1]} differs from the same row alone by {worst:.3g} (relative); "
+                    "padding leaks into the states of this target"
+                )
+    return worst
+
+
+def pad_right(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of ids as one batch [R, S]; the filler is id 0, which nobody to its left can see."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=0)
+
+
+def check_states(states: Tensor, *, where: str) -> None:
+    """States [t, H] of one sample and layer: finite, not zero, not the same for every token."""
+    if not bool(torch.isfinite(states).all()):
+        raise ProofError(f"{where}: NaN or infinity in the states; try --target-dtype float32")
+    norms = states.float().norm(dim=-1)
+    if bool((norms == 0).any()):
+        raise ProofError(f"{where}: a token's state is all zeros; the target did not run properly")
+    if len(states) > 1 and bool((states == states[:1]).all()):
+        raise ProofError(f"{where}: all tokens have one state; the target did not run properly")
+
+
+def prove_probe(found: Sequence[Tensor], stored: Sequence[Tensor], *, dtype: str) -> float:
+    """A resumed build reproduces what the first one stored: same machine state, same weights."""
+    worst = max(relative_error(f, s) for f, s in zip(found, stored, strict=True))
+    if worst > TOLERANCE[dtype]:
+        raise ProofError(
+            f"this process computes states that differ by {worst:.3g} (relative) from those "
+            "already in the cache; do not mix them. Build into a new folder"
+        )
+    return worst
+
+
+@torch.inference_mode()
+def measure_agreement(target: Target, samples: Sequence[Sample]) -> dict[str, Any]:
+    """How likely the target finds the supervised tokens: mean NLL (nats) and greedy agreement.
+
+    An NLL near that of guessing means a wrong tokenizer, template or weights, and fails.
+    """
+    nll, agree, count = 0.0, 0, 0
+    for sample in samples:
+        ids = torch.from_numpy(sample.input_ids).long().to(target.device)
+        where = torch.from_numpy(sample.loss_mask).nonzero()[:, 0]
+        where = where[where > 0].to(target.device)
+        hidden = target.final_hidden(ids[None])[0, where - 1]
+        for states, labels in zip(
+            torch.split(hidden, 512), torch.split(ids[where], 512), strict=True
+        ):
+            logits = torch.nn.functional.linear(states, target.head).float()
+            nll += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+            agree += int((logits.argmax(-1) == labels).sum())
+            count += len(labels)
+    chance = float(torch.log(torch.tensor(float(target.spec.vocab_size))))
+    mean = nll / max(count, 1)
+    if not mean < 0.8 * chance:
+        raise ProofError(
+            f"the target finds the supervised tokens no likelier than guessing ({mean:.2f} nats, "
+            f"guessing {chance:.2f}); wrong tokenizer, chat template or weights"
+        )
+    return {"nll": mean, "greedy": agree / max(count, 1), "tokens": count, "samples": len(samples)}

@@ -1,0 +1,150 @@
+"""Options of stage two, each written once: type, default, help.
+
+The command line makes its options from these fields, so a default lives nowhere else.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_cache.config import option, required
+from dflash_cache.errors import ConfigError
+
+# Decay of the loss over the slots of a block, from the paper (arXiv 2602.06036).
+GAMMA_OF_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
+
+
+def require_positive(config: object, *names: str) -> None:
+    """Refuse options that are given but less than 1."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: want 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """What `dflash fit` runs."""
+
+    # These decide the result; a resumed run must have the same.
+    cache: Path = required("Folder of a complete cache.")
+    out: Path = required("Run folder; running the same command again resumes in it.")
+    target_layers: tuple[int, ...] | None = option(
+        None, "Cached target layers that the drafter reads (default: all)."
+    )
+    num_layers: int = option(5, "Layers of the drafter.")
+    block_size: int = option(16, "Slots of a block, the anchor included.")
+    intermediate_size: int | None = option(None, "FFN width (default: the target's).")
+    num_attention_heads: int | None = option(None, "Query heads (default: the target's).")
+    num_key_value_heads: int | None = option(None, "Key and value heads (default: the target's).")
+    head_dim: int | None = option(None, "Size of a head (default: the target's).")
+    sliding_window: int | None = option(
+        None, "Window of all drafter layers but the last, causal in the block (default: none)."
+    )
+    mask_token_id: int | None = option(None, "Mask token (default: the one the cache chose).")
+    token_budget: int = option(49152, "Token slots of a packed batch.")
+    anchors: int = option(2048, "Blocks trained per packed batch.")
+    epochs: int = option(6, "Passes over the training samples.")
+    max_steps: int | None = option(None, "Stop after this many steps (default: after the epochs).")
+    lr: float = option(6e-4, "Peak learning rate.")
+    warmup: float = option(0.04, "Share of the steps that warm up.")
+    weight_decay: float = option(0.0, "Decoupled weight decay of matrices.")
+    beta1: float = option(0.9, "AdamW's first beta.")
+    beta2: float = option(0.999, "AdamW's second beta.")
+    clip: float = option(1.0, "Largest norm of the gradient.")
+    gamma: float | None = option(
+        None, "Decay of the loss over slots (default: 7, 5, 4 for blocks of 16, 10, 8)."
+    )
+    held_out: float = option(0.05, "Share of conversations that never train.")
+    precision: str = option("bf16", "Weights and arithmetic: bf16 (with fp32 masters) or fp32.")
+    seed: int = option(0, "Seed of initial weights, packs and anchors.")
+    eval_every: int = option(500, "Steps between measurements on the held-out samples.")
+    eval_tokens: int = option(200_000, "Held-out tokens measured each time, at most.")
+
+    # These change only speed, memory and what is kept.
+    anchor_microbatch: int = option(2048, "Blocks that go through the drafter at once.")
+    loss_chunk: int = option(2048, "Slots that go through the LM head at once.")
+    checkpoint_every: int = option(500, "Steps between checkpoints.")
+    keep_last: int = option(2, "Checkpoints kept, besides the best one.")
+    log_every: int = option(10, "Steps between lines in the log.")
+    device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one.")
+
+    def __post_init__(self) -> None:
+        require_positive(
+            self,
+            *("num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "sliding_window", "token_budget", "anchors", "epochs", "eval_every"),
+            *("eval_tokens", "anchor_microbatch", "loss_chunk", "checkpoint_every", "keep_last"),
+            *("log_every",),
+        )
+        if self.block_size < 2:
+            raise ConfigError(
+                f"--block-size {self.block_size}: want 2 or more (slot 0 is the anchor)"
+            )
+        if self.precision not in ("bf16", "fp32"):
+            raise ConfigError(f"--precision {self.precision}: want bf16 or fp32")
+        if not 0 < self.held_out < 1:
+            raise ConfigError(f"--held-out {self.held_out}: want a share between 0 and 1")
+        if not 0 <= self.warmup <= 1:
+            raise ConfigError(f"--warmup {self.warmup}: want a share between 0 and 1")
+        if self.max_steps is not None and self.max_steps < 0:
+            raise ConfigError(f"--max-steps {self.max_steps}: want 0 or more")
+        for name in ("lr", "clip"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"--{name} {getattr(self, name)}: want more than 0")
+        if self.gamma is not None and not self.gamma > 0:
+            raise ConfigError(f"--gamma {self.gamma}: want more than 0")
+        if self.anchors % min(self.anchor_microbatch, self.anchors):
+            raise ConfigError(
+                f"--anchors {self.anchors}: want a multiple of --anchor-microbatch "
+                f"{self.anchor_microbatch}"
+            )
+
+    @property
+    def decay_gamma(self) -> float:
+        """The paper's value for its block sizes, half the block size for others."""
+        if self.gamma is not None:
+            return self.gamma
+        return GAMMA_OF_BLOCK_SIZE.get(self.block_size, self.block_size / 2)
+
+
+# Fields of FitConfig that a resumed run may change.
+SPEED_ONLY = (
+    *("cache", "out", "anchor_microbatch", "loss_chunk", "checkpoint_every", "keep_last"),
+    *("log_every", "device"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What `dflash eval` runs: offline from a cache, or real decoding with the target."""
+
+    drafter: Path = required("Drafter folder: a run, one of its checkpoints, or an export.")
+    cache: Path | None = option(None, "Measure offline on the held-out samples of this cache.")
+    target: str | None = option(None, "Measure by real decoding with this target.")
+    prompts: str | None = option(None, "Prompts to decode: rows with messages or prompt.")
+    held_out: float | None = option(
+        None, "Share of conversations held out (default: what the drafter was trained with)."
+    )
+    max_tokens: int = option(200_000, "Held-out tokens measured offline, at most.")
+    max_prompts: int | None = option(None, "Decode only the first prompts.")
+    max_new_tokens: int = option(256, "Longest answer.")
+    dtype: str = option("float32", "Precision of target and drafter: float32 or bfloat16.")
+    device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one.")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "max_tokens", "max_prompts", "max_new_tokens")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"--dtype {self.dtype}: want float32 or bfloat16")
+        if (self.cache is None) == (self.target is None):
+            raise ConfigError("give either --cache (offline) or --target with --prompts (decoding)")
+        if (self.target is None) != (self.prompts is None):
+            raise ConfigError("--target and --prompts go together")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """What `dflash export` writes."""
+
+    run: Path = required("Run folder, or one of its checkpoints.")
+    out: Path = required("Folder that SGLang and vLLM load.")
+    checkpoint: str = option("best", "Which of the run's checkpoints: best, last, or step_N.")
