@@ -21,25 +21,6 @@ CHATML = (
 )
 TEXT = "the cat sat on a mat and saw one two three four dogs run far over there today"
 WORDS = TEXT.split()
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "and",
-    "saw",
-    "one",
-    "two",
-    "three",
-    "four",
-    "dogs",
-    "run",
-    "far",
-    "over",
-    "there",
-    "today",
-]
 
 
 def make_tokenizer(*, template: str = CHATML):
