@@ -69,10 +69,11 @@ def build_cache(config: BuildConfig) -> Manifest:
     target = load_target(config.target, dtype=config.target_dtype, device=config.device)
     plan = make_plan(config, target)
     with full_disk_is_told(_existing(config.out), "All committed units are kept."):
-        if store.create_or_join(config.out, plan.identity):
+        if store.is_sealed(config.out, plan.identity):
             return store.read_manifest(config.out)
         committed = store.committed_units(config.out, fingerprint=plan.identity.fingerprint)
         refuse_too_small_a_disk(config.out, plan, committed)
+        store.begin(config.out, plan.identity)
         store.write_plan(config.out, plan.units, plan.samples.samples)
         evidence = prove(target, plan, committed, config)
         store.write_frozen(config.out, target.embedding, target.head, tied=target.spec.tied_head)

@@ -28,17 +28,20 @@ def encode_chat(
     if not any(m["role"] == "assistant" and _says_something(m) for m in messages):
         raise SkipRow("no assistant text")
     try:
-        if GENERATION_TAG.search(tokenizer.chat_template):
+        if GENERATION_TAG.search(tokenizer.get_chat_template(tools=tools)):
             return _encode_tagged(tokenizer, messages, tools)
         return _encode_by_prefixes(tokenizer, messages, tools)
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
+    except (TemplateError, TypeError, LookupError, ValueError, ArithmeticError) as error:
         # Templates raise for roles or orders that they do not know.
         raise SkipRow(f"refused by the chat template ({type(error).__name__})") from error
 
 
 def encode_text(tokenizer: Any, text: str) -> TokensAndMask:
     """Plain text: every token is supervised."""
-    ids = np.asarray(tokenizer(text)["input_ids"], dtype=np.int32)
+    try:
+        ids = np.asarray(tokenizer(text)["input_ids"], dtype=np.int32)
+    except (TypeError, UnicodeError):  # half of a surrogate pair, which JSON can spell
+        raise SkipRow("not text that can be encoded") from None
     return ids, np.ones(len(ids), dtype=bool)
 
 
@@ -60,6 +63,9 @@ def _encode_tagged(tokenizer: Any, messages: list[Message], tools: Any) -> Token
 
 
 def _encode_by_prefixes(tokenizer: Any, messages: list[Message], tools: Any) -> TokensAndMask:
+    if messages[0]["role"] == "assistant":
+        raise SkipRow("starts with an assistant turn, which no prompt can ask for")
+
     def render(part: list[Message], *, prompt: bool = False) -> str:
         text = tokenizer.apply_chat_template(
             part, tools=tools, tokenize=False, add_generation_prompt=prompt

@@ -68,5 +68,7 @@ class BuildConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: want 1 or more")
+        if self.agreement_samples < 0:
+            raise ConfigError(f"--agreement-samples {self.agreement_samples}: want 0 or more")
         if not 0 <= self.max_skipped <= 1:
             raise ConfigError(f"--max-skipped {self.max_skipped}: want a share between 0 and 1")

@@ -1,6 +1,5 @@
 """Say what a build would do and what a cache holds, as plain values for a report."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,14 @@ def describe_cache(root: Path) -> dict[str, Any]:
     identity = store.read_identity(root)
     complete = (root / "manifest.json").is_file()
     records = store.committed_units(root, fingerprint=identity.fingerprint).values()
-    seal = json.loads((root / "manifest.json").read_bytes()) if complete else {}
+    seal = store.read_manifest(root).to_dict() if complete else {}
     return {
         "complete": complete,
         "samples": sum(len(record.sample_ids) for record in records),
         "samples_planned": identity.samples,
         "tokens": sum(sum(record.lengths) for record in records),
         "supervised_tokens": sum(sum(record.supervised) for record in records),
-        "bytes": sum(sum(record.files.values()) for record in records),
+        "bytes": seal.get("bytes", sum(sum(record.files.values()) for record in records)),
         "bytes_per_token": bytes_per_token(
             target_layers=len(identity.target_layer_ids), hidden_size=identity.hidden_size
         ),

@@ -76,7 +76,8 @@ def create_file(path: Path, payload: bytes) -> bool:
 def new_folder(path: Path) -> Iterator[Path]:
     """Fill the yielded folder; it becomes `path` when the block ends well, and is gone otherwise.
 
-    An older folder of that name is replaced.
+    An older folder of that name is replaced, in two renames: a crash just between them leaves it
+    whole under its name aside.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = aside(path)
@@ -87,7 +88,11 @@ def new_folder(path: Path) -> Iterator[Path]:
         if path.exists():
             retired = aside(path)
             os.rename(path, retired)
-            os.rename(partial, path)
+            try:
+                os.rename(partial, path)
+            except BaseException:
+                os.rename(retired, path)
+                raise
             shutil.rmtree(retired)
         else:
             os.rename(partial, path)

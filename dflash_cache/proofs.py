@@ -4,28 +4,33 @@ Users lose weeks to caches that are silently wrong: shifted by a layer, taken af
 norm, all zero on hybrid targets, wrong for padded rows.  None of these shows in a training loss.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from dflash_cache.errors import ProofError
 from dflash_cache.samples import Sample
 from dflash_cache.target import Target
 
-# Relative L2 error per token that kernels of other shapes may cause, by the target's dtype.
-# bfloat16 keeps 8 bits; the error of tens of layers adds up.
-TOLERANCE = {"bfloat16": 0.05, "float32": 1e-3}
+# Relative L2 error that one token of one layer may have, by the target's dtype, where kernels of
+# other shapes did the sums: bfloat16 keeps 8 bits, and the error of tens of layers adds up
+# (0.04 seen on 135M parameters).  A leak or another token's state is off by about 1.
+TOLERANCE = {"bfloat16": 0.15, "float32": 1e-3}
+# Hooks and the library's own report come from equal forwards; neighbouring layers differ by more.
+HOOK_TOLERANCE = {"bfloat16": 0.02, "float32": 1e-4}
 # A greedy agreement under this says that the text is not the target's own.
 LOW_AGREEMENT = 0.5
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Largest relative L2 distance between rows of the last dimension."""
+    """Largest relative L2 distance between rows of the last dimension; infinite where NaN is."""
     found, wanted = found.float(), wanted.float()
     distance = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)
-    return float(distance.max())
+    return float(distance.nan_to_num(nan=torch.inf).max())
 
 
 def prove_hooks(target: Target, input_ids: Tensor, layer_ids: Sequence[int]) -> float:
@@ -37,7 +42,7 @@ def prove_hooks(target: Target, input_ids: Tensor, layer_ids: Sequence[int]) -> 
         if layer_id == target.spec.num_layers - 1:
             continue  # that entry stands after the final norm; nothing to compare with
         worst = max(worst, relative_error(states, reported[layer_id + 1]))
-        if worst > TOLERANCE[target.spec.dtype]:
+        if worst > HOOK_TOLERANCE[target.spec.dtype]:
             raise ProofError(
                 f"target layer {layer_id}: its hooked output differs from hidden_states"
                 f"[{layer_id + 1}] by {worst:.3g} (relative); the states would be of another layer"
@@ -82,8 +87,9 @@ def check_states(states: Tensor, *, where: str) -> None:
 
 def prove_probe(found: Sequence[Tensor], stored: Sequence[Tensor], *, dtype: str) -> float:
     """A resumed build reproduces what the first one stored: same machine state, same weights."""
-    worst = max(relative_error(f, s) for f, s in zip(found, stored, strict=True))
-    if worst > TOLERANCE[dtype]:
+    worst = max(relative_error(f.to(s.dtype), s) for f, s in zip(found, stored, strict=True))
+    # What is stored was rounded, and the least noise may round a number the other way.
+    if worst > max(TOLERANCE[dtype], torch.finfo(torch.bfloat16).eps):
         raise ProofError(
             f"this process computes states that differ by {worst:.3g} (relative) from those "
             "already in the cache; do not mix them. Build into a new folder"
@@ -95,8 +101,11 @@ def prove_probe(found: Sequence[Tensor], stored: Sequence[Tensor], *, dtype: str
 def measure_agreement(target: Target, samples: Sequence[Sample]) -> dict[str, Any]:
     """How likely the target finds the supervised tokens: mean NLL (nats) and greedy agreement.
 
-    An NLL near that of guessing means a wrong tokenizer, template or weights, and fails.
+    An NLL near that of guessing means a wrong tokenizer, template or weights, and fails.  Empty
+    when there is nothing to measure on.
     """
+    if not samples:
+        return {}
     nll, agree, count = 0.0, 0, 0
     for sample in samples:
         ids = torch.from_numpy(sample.input_ids).long().to(target.device)
@@ -117,4 +126,11 @@ def measure_agreement(target: Target, samples: Sequence[Sample]) -> dict[str, An
             f"the target finds the supervised tokens no likelier than guessing ({mean:.2f} nats, "
             f"guessing {chance:.2f}); wrong tokenizer, chat template or weights"
         )
-    return {"nll": mean, "greedy": agree / max(count, 1), "tokens": count, "samples": len(samples)}
+    greedy = agree / max(count, 1)
+    if greedy < LOW_AGREEMENT:
+        tqdm.write(
+            f"the target itself would have chosen only {greedy:.0%} of the supervised tokens: this "
+            "text is not its own, and a drafter learns most from answers that the target wrote",
+            file=sys.stderr,
+        )
+    return {"nll": mean, "greedy": greedy, "tokens": count, "samples": len(samples)}

@@ -7,6 +7,7 @@ ask `tool_calls is defined` then render another text).
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,15 @@ def iter_rows(source: str, *, split: str) -> Iterator[Row]:
     return _iter_dataset(source, split=split)
 
 
-def _open(path: Path) -> Any:
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; give --data a file that exists")
-    return open(path, encoding="utf-8")
+    with open(path, encoding="utf-8") as file:
+        try:
+            yield file
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 text ({error.reason}); re-encode it") from None
 
 
 def _object(value: Any, where: str) -> Row:
@@ -40,12 +46,9 @@ def _object(value: Any, where: str) -> Row:
 def _iter_jsonl(path: Path) -> Iterator[Row]:
     # Iterate the file, never splitlines(): chats may hold U+2028, which that would cut at.
     with _open(path) as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _object(_parse(line, f"{path}, line {number}"), f"{path}, line {number}")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: not UTF-8 text ({error.reason}); re-encode it") from None
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _object(_parse(line, f"{path}, line {number}"), f"{path}, line {number}")
 
 
 def _parse(text: str, where: str) -> Any:
@@ -56,6 +59,8 @@ def _parse(text: str, where: str) -> Any:
             f"{where}: broken JSON at column {error.colno} ({error.msg}); "
             "repair or remove that line"
         ) from None
+    except (ValueError, RecursionError) as error:  # digits or depth beyond what Python takes
+        raise DataError(f"{where}: broken JSON ({error}); repair or remove that line") from None
 
 
 def _iter_json(path: Path) -> Iterator[Row]:
@@ -84,9 +89,10 @@ def _iter_dataset(source: str, *, split: str) -> Iterator[Row]:
     except DataError:
         raise
     except Exception as error:  # datasets raises many kinds; all mean "cannot be read"
+        told = (str(error).splitlines() or ["no reason given"])[0][:200]
         raise DataError(
             f"{source}: cannot be read as a file, a data set folder or a Hub data set with "
-            f"split {split!r} ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+            f"split {split!r} ({type(error).__name__}: {told})"
         ) from None
     yield from (without_none(row) for row in _iterate(loaded))
 

@@ -120,9 +120,9 @@ def _progress(rows: Iterator[Row]) -> Iterator[Row]:
 
 def encode_row(row: Row, tokenizer: Any) -> TokensAndMask:
     """Tokens and loss mask of a row of any form that we read."""
-    if "input_ids" in row and "loss_mask" in row:
+    if _is_ready(row):
         return _ready(row)
-    if "text" in row and isinstance(row["text"], str):
+    if isinstance(row.get("text"), str):
         return encode_text(tokenizer, row["text"])
     if tokenizer.chat_template is None:
         raise DataError(
@@ -163,12 +163,19 @@ def _known_turn(turn: Any) -> dict[str, Any]:
     return {**turn, "role": role}
 
 
+def _is_ready(row: Row) -> bool:
+    return row.get("input_ids") is not None and row.get("loss_mask") is not None
+
+
 def _ready(row: Row) -> TokensAndMask:
     try:
         ids = np.asarray(row["input_ids"], dtype=np.int32)
-        mask = np.asarray(row["loss_mask"]).astype(bool)
+        mask = np.asarray(row["loss_mask"], dtype=np.float32) != 0
+        whole = np.array_equal(ids, np.asarray(row["input_ids"]))
     except (ValueError, TypeError, OverflowError):
-        raise SkipRow("input_ids or loss_mask are not numbers") from None
+        whole = False
+    if not whole:
+        raise SkipRow("input_ids or loss_mask are not numbers")
     if ids.ndim != 1 or ids.shape != mask.shape:
         raise SkipRow("input_ids and loss_mask differ in length")
     return ids, mask
@@ -197,15 +204,15 @@ def group_of(row: Row) -> str:
     common, and so have two answers to one prompt.
     """
     opening: Any
-    if "input_ids" in row:
+    if _is_ready(row):
         first = next((i for i, wanted in enumerate(row["loss_mask"]) if wanted), 0)
         opening = [int(token) for token in row["input_ids"][: first or None]]
-    elif "text" in row:
+    elif isinstance(row.get("text"), str):
         opening = row["text"]
     else:
         turns = messages_of(row)
         first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), 0)
-        opening = [[turn["role"], turn.get("content")] for turn in turns[:first]]
+        opening = [[turn["role"], turn.get("content")] for turn in turns[: first or None]]
     return sha256(canonical_json(opening)).hexdigest()[:16]
 
 

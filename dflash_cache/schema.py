@@ -47,8 +47,9 @@ class Record:
     @classmethod
     def from_dict(cls, value: dict[str, Any], *, where: str) -> Self:
         wanted = {f.name for f in fields(cls)}
-        if set(value) != wanted:
-            missing, unknown = sorted(wanted - set(value)), sorted(set(value) - wanted)
+        found = set(value) if isinstance(value, dict) else set()
+        if found != wanted:
+            missing, unknown = sorted(wanted - found), sorted(found - wanted)
             raise CacheError(
                 f"{where}: not a {cls.__name__} of format {FORMAT_VERSION} "
                 f"(missing {missing}, unknown {unknown}); was it written by another version?"

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import zarr
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from zarr.codecs import Crc32cCodec
@@ -49,8 +49,8 @@ States = list[Tensor]  # K tensors [t, H], bfloat16, on the CPU
 # --- identity -----------------------------------------------------------------------------------
 
 
-def create_or_join(root: Path, identity: Identity) -> bool:
-    """Make the root group, or check that it is ours; True when the cache is sealed already."""
+def is_sealed(root: Path, identity: Identity) -> bool:
+    """True when this very cache is complete; a folder that is anything else is refused."""
     if root.exists() and not root.is_dir():
         raise CacheError(f"{root}: a file stands where the cache folder should be; give another")
     if (root / "zarr.json").is_file():
@@ -60,12 +60,31 @@ def create_or_join(root: Path, identity: Identity) -> bool:
         raise CacheError(
             f"{root}: not empty and not a cache; nothing was touched. Give --out a new folder"
         )
-    for folder in ("units", "commits"):
-        (root / folder).mkdir(parents=True, exist_ok=True)
+    return False
+
+
+def begin(root: Path, identity: Identity) -> None:
+    """Make the folders of a cache, or what is missing of them.
+
+    The identity comes first: a folder with anything else in it and no identity is not ours.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not (root / "zarr.json").is_file():
+            disk.write_file(root / "zarr.json", _root_group(identity))
+        for folder in ("units", "commits"):
+            (root / folder).mkdir(exist_ok=True)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise CacheError(
+            f"{root}: cannot be written ({error.strerror}); give --out a folder that can"
+        ) from None
+    disk.fsync_path(root)
+
+
+def _root_group(identity: Identity) -> bytes:
     attributes = {"identity": identity.to_dict(), "fingerprint": identity.fingerprint}
     group = {"zarr_format": 3, "node_type": "group", "attributes": {"dflash_cache": attributes}}
-    disk.write_file(root / "zarr.json", json.dumps(group, indent=1).encode())
-    return False
+    return json.dumps(group, indent=1).encode()
 
 
 def read_identity(root: Path) -> Identity:
@@ -154,7 +173,8 @@ def write_unit(
     try:
         _write_arrays(root / folder, identity.target_layer_ids, hidden, samples, starts)
         disk.fsync_tree(root / folder)
-        disk.fsync_path((root / folder).parent)
+        disk.fsync_path((root / folder).parent)  # the attempt's name, and that of its bucket
+        disk.fsync_path(root / "units")
     except BaseException:
         shutil.rmtree(root / folder, ignore_errors=True)
         raise
@@ -279,7 +299,7 @@ def read_manifest(root: Path) -> Manifest:
         manifest = Manifest.from_dict(json.loads(path.read_bytes()), where=str(path))
     except (ValueError, TypeError):
         raise CacheError(f"{path}: not a manifest; the cache is damaged") from None
-    if manifest.fingerprint != identity.fingerprint:
+    if (manifest.fingerprint, manifest.identity) != (identity.fingerprint, identity.to_dict()):
         raise CacheError(f"{path}: seals another cache than {root / 'zarr.json'} describes")
     return manifest
 
@@ -333,9 +353,7 @@ class CacheReader:
             if found != size:
                 raise CacheError(
                     f"{path}: {'missing' if found is None else f'{found} bytes'}, the commit "
-                    f"record says {size}; unit {unit} is damaged. Delete "
-                    f"{self.root / 'commits' / f'{unit}.json'} and {self.root / 'manifest.json'} "
-                    "and run `dflash cache build` again: it extracts that unit anew"
+                    f"record says {size}; {_mend(self.root, unit)}"
                 )
         return UnitReader(unit, folder)
 
@@ -351,6 +369,11 @@ class CacheReader:
         located = self.located[index]
         rows = slice(located.start, located.start + located.length)
         states = self._unit(located.unit).read(f"hidden/{layer_id}", rows)
+        if states.dtype != np.uint16 or states.shape != tuple(into.shape):
+            raise CacheError(
+                f"{self.root}, target layer {layer_id}: found {states.dtype} {states.shape}, want "
+                f"uint16 {tuple(into.shape)}; {_mend(self.root, located.unit)}"
+            )
         into.view(torch.uint16).numpy()[...] = states
 
     def hidden(self, index: int, layer_ids: Sequence[int]) -> Tensor:
@@ -364,11 +387,15 @@ class CacheReader:
     def frozen(self) -> tuple[Tensor, Tensor]:
         """Token embedding and LM head, bfloat16 [V, H]; one tensor twice where they are tied."""
         path = self.root / "frozen.safetensors"
-        if not path.is_file():
-            raise CacheError(f"{path}: missing; run `dflash cache build` again")
-        with safe_open(path, "pt") as file:
-            embedding = file.get_tensor(EMBEDDING)
-            head = embedding if self.identity.target_spec.tied_head else file.get_tensor(HEAD)
+        try:
+            with safe_open(path, "pt") as file:
+                embedding = file.get_tensor(EMBEDDING)
+                head = embedding if self.identity.target_spec.tied_head else file.get_tensor(HEAD)
+        except (OSError, SafetensorError) as error:
+            raise CacheError(
+                f"{path}: missing or damaged ({error}). Delete it and "
+                f"{self.root / 'manifest.json'} and run `dflash cache build` again"
+            ) from None
         return embedding, head
 
 
@@ -377,21 +404,28 @@ class UnitReader:
 
     def __init__(self, unit: str, folder: Path) -> None:
         self.unit, self.folder = unit, folder
-        self.group = zarr.open_group(LocalStore(folder, read_only=True), mode="r")
         self.arrays: dict[str, Any] = {}
 
     def read(self, name: str, rows: slice) -> np.ndarray:
-        """Rows of an array; a checksum that does not fit is an error of the cache."""
-        if name not in self.arrays:
-            self.arrays[name] = self.group[name]
+        """Rows of an array; a checksum or metadata that do not fit are an error of the cache."""
         try:
+            if name not in self.arrays:
+                store = LocalStore(self.folder, read_only=True)
+                self.arrays[name] = zarr.open_array(store, path=name, mode="r")
             values: np.ndarray = self.arrays[name][rows]
-        except ValueError as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise CacheError(
                 f"{self.folder / name}, tokens {rows.start} to {rows.stop}: {error}; "
-                f"unit {self.unit} is damaged"
+                f"{_mend(self.folder.parents[2], self.unit)}"
             ) from None
         return values
+
+
+def _mend(root: Path, unit: str) -> str:
+    return (
+        f"unit {unit} is damaged. Delete {root / 'commits' / f'{unit}.json'} and "
+        f"{root / 'manifest.json'} and run `dflash cache build` again: it extracts that unit anew"
+    )
 
 
 def _locate(record: UnitRecord) -> list[Located]:

@@ -24,9 +24,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # drafter's frozen embedding and head would have to repeat them; until it does, we refuse.
 SCALINGS = (
     "final_logit_softcapping",
+    "logits_soft_cap",
+    "softcap",
     "logit_scale",
     "logits_scaling",
+    "output_multiplier",
     "embedding_multiplier",
+    "embedding_scale",
     "lm_head_multiplier",
     "scale_emb",
     "dim_model_base",
@@ -133,7 +137,7 @@ def default_layer_ids(num_layers: int, count: int) -> list[int]:
     if count == 1:
         return [num_layers // 2]
     ids = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
-    if len(set(ids)) < count or ids[0] < 0 or ids[-1] >= num_layers:
+    if ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= num_layers:
         raise ConfigError(
             f"--num-target-layers {count}: a target of {num_layers} layers has no {count} distinct "
             "layers between its second and its third-to-last; ask for fewer or name --target-layers"
@@ -156,12 +160,17 @@ def pick_device(name: str) -> torch.device:
     """`auto` is a GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    device = None
+    with suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"--device {name}: want auto, cpu, cuda or cuda:N") from None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: want auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device {name}: this torch sees no GPU; use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--device {name}: this torch sees {torch.cuda.device_count()} GPUs, numbered from 0"
+        )
     return device
 
 
@@ -171,7 +180,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers raises many kinds; all mean "cannot be loaded"
         raise TargetError(f"{folder}: no tokenizer ({_first_line(error)})") from None
     if not tokenizer.is_fast:
         raise TargetError(f"{folder}: want a fast tokenizer (tokenizer.json), found a slow one")
@@ -206,10 +215,15 @@ def load_target(name: str, *, dtype: str, device: str) -> Target:
     tokenizer = load_tokenizer(folder)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=DTYPES[dtype], output_loading_info=True
+            folder, dtype=DTYPES[dtype], output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # transformers raises many kinds; all mean "cannot be loaded"
         raise TargetError(f"{name}: cannot be loaded ({_first_line(error)})") from None
+    if info["mismatched_keys"]:
+        raise TargetError(
+            f"{name}: weights have other shapes than config.json says "
+            f"({sorted(map(str, info['mismatched_keys']))[:2]} ...); are both of one model?"
+        )
     if info["missing_keys"]:
         raise TargetError(
             f"{name}: weights are missing ({sorted(info['missing_keys'])[:3]} ...); it would run "
@@ -312,8 +326,9 @@ def describe_tokenizer(
     unused = sorted(i for i in special_ids(tokenizer) if not seen.get(i))
     spec = TokenizerSpec(
         sha256=sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
-        chat_template_sha256=_hash_or_none(tokenizer.chat_template),
-        length=len(tokenizer),
+        chat_template_sha256=_hash_or_none(_template_text(tokenizer)),
+        # Where ids end: len(tokenizer) counts tokens, and some number them with holes.
+        length=max(tokenizer.get_vocab().values(), default=-1) + 1,
         eos_token_ids=sorted(set(eos)),
         pad_token_id=tokenizer.pad_token_id,
         unused_special_ids=[i for i in unused if i not in _spoken_for(tokenizer, eos)],
@@ -371,9 +386,15 @@ def special_ids(tokenizer: Any) -> list[int]:
 def _spoken_for(tokenizer: Any, eos: list[int]) -> set[int]:
     """Special ids with a job: ends, padding, and whatever the chat template writes."""
     jobs = {tokenizer.bos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id, *eos}
-    template = tokenizer.chat_template or ""
+    template = _template_text(tokenizer) or ""
     tokens = tokenizer.added_tokens_decoder.items()
     return {i for i in jobs if i is not None} | {i for i, t in tokens if t.content in template}
+
+
+def _template_text(tokenizer: Any) -> str | None:
+    """The chat template, or all of them where there is one for tools and one for the rest."""
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else template
 
 
 def _as_list(value: Any) -> list[int]:
@@ -395,4 +416,5 @@ def _jsonable(value: Any) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    kind, text = type(error).__name__, str(error).strip().splitlines()
+    return f"{kind}: {text[0][:300]}" if text else kind

@@ -8,6 +8,7 @@ is one token shorter than the text: everything but the pending anchor.
 K target layers, B block size.
 """
 
+import inspect
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class TargetSession:
         refuse_recurrent(target)
         self.target, self.layer_ids = target, list(layer_ids)
         self.cache: Any = DynamicCache(config=target.model.config)
+        self.cache_name = cache_name(target.model)
         self.length = 0
 
     @torch.inference_mode()
@@ -51,9 +53,9 @@ class TargetSession:
         with LayerTaps(self.target.layers, self.layer_ids, stop=False) as taps:
             logits = self.target.model(
                 input_ids=ids[None],
-                past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=1 if last_only else 0,
+                **{self.cache_name: self.cache},
             ).logits[0]
             states = taps.take() if self.layer_ids else []
         self.length += len(ids)
@@ -67,6 +69,12 @@ class TargetSession:
             # Negative means "remove so many" in every version that we support.
             self.cache.crop(-count)
             self.length -= count
+
+
+def cache_name(model: Any) -> str:
+    """How this version of transformers wants its cache called; the older name is on its way out."""
+    named = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in named else "past_key_values"
 
 
 def refuse_recurrent(target: Target) -> None:

@@ -59,15 +59,13 @@ class StepMetrics:
     def read(self) -> dict[str, Any]:
         """Means since the last reading, and start again from zero.  This one does ask the host."""
         steps = max(float(self.steps), 1.0)
-        count = self.count.clamp(min=1)
-        accuracy = (self.correct / count).tolist()
         values = {
             "loss": float(self.loss) / steps,
             "grad_norm": float(self.norm) / steps,
             "tokens": int(self.tokens),
             "anchors": int(self.anchors),
-            "accuracy": float(self.correct.sum() / count.sum()),
-            "slot_accuracy": accuracy,
+            "accuracy": float(self.correct.sum() / self.count.sum().clamp(min=1)),
+            "slot_accuracy": (self.correct / self.count.clamp(min=1)).tolist(),
         }
         for tensor in vars(self).values():
             tensor.zero_()

@@ -73,7 +73,7 @@ class FlatAdamW:
         """
         c = self.config
         gradient = self.gradient.float()
-        norm = gradient.norm()
+        norm: Tensor = gradient.norm()
         fine = torch.isfinite(norm) & torch.isfinite(loss)
         go = fine.float()
         # where, not a product: 0 * NaN is NaN.

@@ -54,10 +54,14 @@ def plan_epoch(
 def fit_best(
     documents: Sequence[int], lengths: Sequence[int], *, token_budget: int
 ) -> list[list[int]]:
-    """Best-fit decreasing: each document into the fullest pack that still takes it."""
+    """Best fit, long before short: each document into the fullest pack that still takes it.
+
+    Documents of like length stay in the order given.  Sorted to the last token, a window that
+    holds all documents would put the same ones together in every epoch.
+    """
     packs: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free slots, pack), sorted
-    for document in sorted(documents, key=lambda d: (-lengths[d], d)):
+    for document in sorted(documents, key=lambda d: -_class(lengths[d])):
         size = slots(lengths[document])
         # The last document of a pack needs no gap behind it, hence its bare length here.
         at = bisect_left(room, (lengths[document], -1))
@@ -70,6 +74,11 @@ def fit_best(
             packs[pack].append(document)
             insort(room, (free - size, pack))
     return packs
+
+
+def _class(length: int) -> int:
+    """Two classes of length per factor of two."""
+    return (length * length).bit_length()
 
 
 def _place(documents: Sequence[int], lengths: Sequence[int], rng: np.random.Generator) -> Pack:

@@ -287,7 +287,7 @@ def answer_prompts(options: argparse.Namespace) -> None:
 def parse_options() -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", type=Path, default=HERE / "work" / "target")
+    parser.add_argument("--target", type=Path, default=HERE / "work" / "SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=Path, default=HERE / "work" / "train_prompts.jsonl")
     parser.add_argument("--out", type=Path, default=HERE / "train.jsonl")
     parser.add_argument("--device", default="cuda" if gpu else "cpu")

@@ -232,7 +232,9 @@ def fetch_target(out: Path, gguf: Path | None) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=HERE / "work" / "target", help="target folder")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "work" / "SmolLM2-135M-Instruct", help="target folder"
+    )
     parser.add_argument("--gguf", type=Path, help="convert this unpacked GGUF file; no download")
     options = parser.parse_args()
     try:

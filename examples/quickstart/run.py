@@ -1,0 +1,118 @@
+"""The main job from end to end on a CPU: target -> cache -> fit -> eval -> export -> a table.
+
+Every step is a `dflash` command that you can type yourself; they are printed as they run.  Run
+again, it continues where it stopped.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+DFLASH = Path(sys.executable).with_name("dflash")
+
+CACHE_OPTIONS = ["--max-samples", "1000", "--batch-tokens", "2048", "--device", "cpu"]
+FIT_OPTIONS = [
+    *["--num-layers", "2", "--block-size", "4", "--gamma", "2", "--token-budget", "1024"],
+    *["--anchors", "128", "--anchor-microbatch", "128", "--loss-chunk", "128"],
+    *["--epochs", "5", "--lr", "1e-3", "--beta2", "0.95", "--held-out", "0.03"],
+    *["--eval-every", "250", "--eval-tokens", "4000", "--device", "cpu"],
+]
+EVAL_OPTIONS = ["--max-new-tokens", "96", "--device", "cpu"]
+PROMPTS = 8
+
+
+def command(*words: str | Path) -> list[str]:
+    return [str(word) for word in words]
+
+
+def run(words: list[str]) -> str:
+    """Run a command, progress on the terminal; returns what it printed."""
+    shown = [Path(words[0]).name, *words[1:]]
+    print(f"\n$ {shlex.join(shown)}", flush=True)
+    began = time.monotonic()
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        print(done.stdout)
+        raise SystemExit(done.returncode)
+    print(f"  ({time.monotonic() - began:.0f} s)", flush=True)
+    return done.stdout
+
+
+def dflash(*words: str | Path) -> dict[str, Any]:
+    """Run a `dflash` command and read its report."""
+    report: dict[str, Any] = json.loads(run(command(DFLASH, *words, "--json")))
+    return report
+
+
+def quickstart(work: Path) -> list[tuple[str, str, str, str]]:
+    """All steps; returns the rows of the table."""
+    target, cache = work / "SmolLM2-135M-Instruct", work / "cache"
+    prompts = HERE / "heldout_prompts.jsonl"
+    print(run(command(sys.executable, HERE / "fetch_target.py", "--out", target)).strip())
+    data = ["--target", target, "--data", HERE / "train.jsonl", "--out", cache]
+    dflash("cache", "build", *data, *CACHE_OPTIONS)
+
+    def fit(out: Path, *more: str) -> dict[str, Any]:
+        return dflash("fit", "--cache", cache, "--out", out, *FIT_OPTIONS, *more)
+
+    def decode(drafter: Path, limit: int) -> dict[str, Any]:
+        with_target = ["--target", target, "--prompts", prompts, "--max-prompts", str(limit)]
+        return dflash("eval", "--drafter", drafter, *with_target, *EVAL_OPTIONS)
+
+    untrained_run, trained_run = work / "untrained", work / "run"
+    untrained = fit(untrained_run, "--max-steps", "0")
+    untrained_decoded = decode(untrained_run, 2)
+    trained = fit(trained_run)
+    offline = dflash("eval", "--drafter", trained_run, "--cache", cache, "--max-tokens", "4000")
+    decoded = decode(trained_run, PROMPTS)
+    export = work / f"drafter-step-{trained['best_step']}"
+    if not export.exists():
+        dflash("export", trained_run, "--out", export)
+    return [
+        row("untrained drafter", untrained["acceptance_length"], untrained_decoded),
+        ("prompt lookup (3-gram)", "-", "-", number(decoded["prompt_lookup"])),
+        row("trained drafter", offline["acceptance_length"], decoded),
+        ("  answers that do not loop", "-", "-", number(decoded["acceptance_length_not_looping"])),
+        ("  prompt lookup on those", "-", "-", number(decoded["prompt_lookup_not_looping"])),
+        ("", "", "", ""),
+        ("identical to plain greedy", "", "", yes(decoded["identical_to_greedy"])),
+        ("answers that loop", "", "", f"{decoded['looping']:.0%}"),
+        ("exported drafter", str(export), "", ""),
+    ]
+
+
+def row(name: str, held_out: float, decoded: dict[str, Any]) -> tuple[str, str, str, str]:
+    same_texts = number(decoded["offline_acceptance_length"])
+    return name, number(held_out), same_texts, number(decoded["acceptance_length"])
+
+
+def number(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def yes(value: bool) -> str:
+    return "yes" if value else "NO"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--work", type=Path, default=HERE / "work", help="where everything goes")
+    began = time.monotonic()
+    rows = quickstart(parser.parse_args().work)
+    head = ("acceptance length", "held-out samples", "decoded texts", "real decoding")
+    under = ("", "offline", "offline", f"{PROMPTS} held-out prompts")
+    print()
+    for line in [head, under, *rows]:
+        print(f"{line[0]:<28} {line[1]:>18} {line[2]:>16} {line[3]:>20}".rstrip())
+    print(f"\ndone in {(time.monotonic() - began) / 60:.1f} minutes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Training sees what serving sees, and nothing else: the leak probe and the cached decode step."""
+
+import pytest
+import torch
+from reference import make_document, make_frozen, make_weights, pack, small, starts_of
+
+from dflash_fit.batch import Batch
+from dflash_fit.decode import DraftSession
+from dflash_fit.drafter import DFlashDraftModel, DrafterConfig
+from dflash_fit.step import Frozen, run_blocks
+
+KINDS = {
+    "full": small(block_size=5),
+    "sliding then full": small(
+        block_size=5,
+        num_hidden_layers=3,
+        layer_types=("sliding_attention", "sliding_attention", "full_attention"),
+        sliding_window=6,
+    ),
+}
+every_kind = pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS.keys())
+LENGTHS = (10, 30, 13)
+ANCHORS = [(1, 9), (1, 12), (1, 13), (1, 27)]
+
+
+class Setup:
+    """A drafter with random weights, and three documents whose middle one has the anchors."""
+
+    def __init__(self, settings):
+        generator = torch.Generator().manual_seed(7)
+        self.drafter = DFlashDraftModel(DrafterConfig(**settings))
+        self.drafter.load_state_dict(make_weights(settings, generator))
+        self.drafter.requires_grad_(False)
+        self.frozen = Frozen(**make_frozen(generator, settings=settings))
+        self.documents = [make_document(n, generator=generator, settings=settings) for n in LENGTHS]
+        self.fields = pack(self.documents, ANCHORS, token_budget=80, slots=6)
+
+    def logits(self):
+        """Training logits [anchors, B - 1, V] of the pack as it stands."""
+        batch = Batch(**self.fields)
+        context = self.drafter.context(batch.hidden, batch.position_ids)
+        rows = run_blocks(self.drafter, self.frozen, batch, context, slice(None))
+        return rows[: len(ANCHORS), 1:] @ self.frozen.head.T
+
+
+@every_kind
+@pytest.mark.parametrize("pieces", [(9,), (4, 5), (1,) * 9], ids=["whole", "two", "one by one"])
+def test_training_logits_equal_those_of_the_cached_decode_step(settings, pieces):
+    setup = Setup(settings)
+    document = setup.documents[1]
+    session = DraftSession(setup.drafter, setup.frozen)
+    for size in pieces:
+        session.extend(document.states[:, session.length : session.length + size])
+    served = []
+    for _, anchor in ANCHORS:
+        if anchor > session.length:
+            session.extend(document.states[:, session.length : anchor])
+        served.append(session.logits(int(document.ids[anchor])))
+    torch.testing.assert_close(torch.stack(served), setup.logits(), atol=2e-5, rtol=1e-4)
+
+
+def test_drafts_are_the_likeliest_tokens_of_the_slots():
+    setup = Setup(KINDS["full"])
+    session = DraftSession(setup.drafter, setup.frozen)
+    session.extend(setup.documents[1].states[:, :9])
+    drafts = session.draft(int(setup.documents[1].ids[9]))
+    assert torch.equal(drafts, setup.logits()[0].argmax(dim=-1))
+
+
+def change_states(fields, slots):
+    fields["hidden"][:, slots] += 50 * torch.randn(
+        fields["hidden"][:, slots].shape, generator=torch.Generator().manual_seed(1)
+    )
+
+
+def change_tokens(fields, slots):
+    fields["input_ids"][slots] = (fields["input_ids"][slots] + 1) % 39
+
+
+def change_all(fields, slots):
+    change_states(fields, slots)
+    change_tokens(fields, slots)
+
+
+@every_kind
+@pytest.mark.parametrize(
+    ("change", "which"),
+    [
+        (change_states, lambda start, anchor: slice(start + anchor, None)),
+        (change_tokens, lambda start, anchor: slice(start + anchor + 1, None)),
+        (change_tokens, lambda start, anchor: slice(0, start + anchor)),
+        (change_all, lambda start, anchor: slice(0, start)),
+        (change_all, lambda start, anchor: slice(start + LENGTHS[1], None)),
+    ],
+    ids=[
+        "states from the anchor on",
+        "tokens behind the anchor",
+        "tokens before the anchor",
+        "the document before",
+        "the document behind",
+    ],
+)
+def test_what_serving_does_not_know_changes_no_bit(settings, change, which):
+    start = starts_of(Setup(settings).documents)[1]
+    for block, (_, anchor) in enumerate(ANCHORS):
+        setup = Setup(settings)
+        before = setup.logits()[block]
+        change(setup.fields, which(start, anchor))
+        assert torch.equal(setup.logits()[block], before)
+
+
+@every_kind
+@pytest.mark.parametrize(
+    ("change", "behind"), [(change_states, -1), (change_tokens, 0)], ids=["state", "token"]
+)
+def test_the_last_state_before_the_anchor_and_its_token_change_every_slot(settings, change, behind):
+    setup = Setup(settings)
+    before = setup.logits()[0]
+    at = starts_of(setup.documents)[1] + ANCHORS[0][1] + behind
+    change(setup.fields, slice(at, at + 1))
+    assert (setup.logits()[0] != before).any(dim=-1).all()
+
+
+def test_what_other_blocks_of_the_batch_are_changes_no_bit():
+    setup = Setup(KINDS["full"])
+    before = setup.logits()[1]
+    setup.fields["anchor_positions"][0] += 2
+    setup.fields["anchor_valid"][2] = False
+    assert torch.equal(setup.logits()[1], before)

