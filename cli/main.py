@@ -74,10 +74,10 @@ def fit(as_json: bool, **typed: Any) -> None:
 def evaluate(as_json: bool, **typed: Any) -> None:
     """Measure a drafter: offline from a cache, or by real decoding with the target."""
     config = make_config(EvalConfig, typed)
-    from dflash_fit import measure
+    from dflash_fit import evaluate as evaluation
 
     quiet_libraries()
-    show(measure.evaluate_drafter(config), as_json=as_json)
+    show(evaluation.evaluate_drafter(config), as_json=as_json)
 
 
 @main.command("export")

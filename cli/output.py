@@ -21,6 +21,11 @@ class ErrorBorder(click.Group):
             return super().invoke(ctx)
         except DFlashError as error:
             raise click.ClickException(str(error)) from None
+        except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
+            where = error.filename or "a file"
+            raise click.ClickException(
+                f"{where}: {error.strerror}; give a path that can be read and written"
+            ) from None
 
 
 def show(values: Mapping[str, Any], *, as_json: bool) -> None:

@@ -5,14 +5,14 @@ import importlib.metadata
 import platform
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from dflash_cache import proofs, store
+from dflash_cache import ledger, proofs, reader, store
 from dflash_cache.buckets import UnitPlan, bucket_edges_of, plan_batches, plan_units
 from dflash_cache.config import BuildConfig
 from dflash_cache.disk import full_disk_is_told
@@ -28,14 +28,15 @@ from dflash_cache.schema import (
     bytes_per_token,
     padded,
 )
+from dflash_cache.survey import Survey, survey_target, with_weights_hash
 from dflash_cache.target import (
     Target,
     checked_layer_ids,
     default_layer_ids,
-    describe_tokenizer,
-    load_target,
-    special_ids,
+    load_weights,
+    pick_device,
 )
+from dflash_cache.vocabulary import describe_tokenizer, special_ids
 
 PACKAGES = ("torch", "transformers", "tokenizers", "zarr", "numcodecs", "safetensors", "numpy")
 
@@ -66,35 +67,38 @@ class Plan:
 
 def build_cache(config: BuildConfig) -> Manifest:
     """Run stage one, or continue it where it stopped; a sealed cache is left as it is."""
-    target = load_target(config.target, dtype=config.target_dtype, device=config.device)
-    plan = make_plan(config, target)
+    pick_device(config.device)
+    survey = survey_target(config.target, dtype=config.target_dtype)
+    plan = make_plan(config, survey)
+    survey = with_weights_hash(survey)
+    plan = replace(plan, identity=replace(plan.identity, target=survey.spec.to_dict()))
     with full_disk_is_told(_existing(config.out), "All committed units are kept."):
-        if store.is_sealed(config.out, plan.identity):
-            return store.read_manifest(config.out)
-        committed = store.committed_units(config.out, fingerprint=plan.identity.fingerprint)
+        if ledger.is_sealed(config.out, plan.identity):
+            return ledger.read_manifest(config.out)
+        committed = ledger.committed_units(config.out, fingerprint=plan.identity.fingerprint)
         refuse_too_small_a_disk(config.out, plan, committed)
-        store.begin(config.out, plan.identity)
+        target = load_weights(survey, device=config.device)
+        ledger.begin(config.out, plan.identity)
         store.write_plan(config.out, plan.units, plan.samples.samples)
         evidence = prove(target, plan, committed, config)
         store.write_frozen(config.out, target.embedding, target.head, tied=target.spec.tied_head)
         records = extract(target, plan, committed, config)
         manifest = make_manifest(config, plan, records, evidence)
-        store.seal(config.out, manifest)
+        ledger.seal(config.out, manifest)
     return manifest
 
 
 def plan_only(config: BuildConfig) -> Plan:
     """The plan of a build; writes nothing."""
-    target = load_target(config.target, dtype=config.target_dtype, device=config.device)
-    return make_plan(config, target)
+    return make_plan(config, survey_target(config.target, dtype=config.target_dtype))
 
 
-def make_plan(config: BuildConfig, target: Target) -> Plan:
-    """Tokenise, choose layers and units, count bytes.  Writes nothing."""
-    spec = target.spec
+def make_plan(config: BuildConfig, survey: Survey) -> Plan:
+    """Tokenise, choose layers and units, count bytes.  Loads no weights, writes nothing."""
+    spec = survey.spec
     samples = load_samples(
         config,
-        target.tokenizer,
+        survey.tokenizer,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_position_embeddings,
     )
@@ -104,10 +108,10 @@ def make_plan(config: BuildConfig, target: Target) -> Plan:
         else default_layer_ids(spec.num_layers, config.num_target_layers)
     )
     tokenizer = describe_tokenizer(
-        target.tokenizer,
+        survey.tokenizer,
         embedding_rows=spec.vocab_size,
-        generation_eos=getattr(target.model.generation_config, "eos_token_id", None),
-        seen=samples.count_of(special_ids(target.tokenizer)),
+        stop_ids=survey.stop_ids,
+        seen=samples.count_of(special_ids(survey.tokenizer)),
         mask_token_id=config.mask_token_id,
     )
     edges = bucket_edges_of(samples.lengths, config.bucket_edges)
@@ -190,7 +194,7 @@ def _prove_probe(target: Target, plan: Plan, record: UnitRecord, root: Path) -> 
     ids = torch.from_numpy(by_id[record.sample_ids[0]].input_ids).long()
     layer_ids = plan.identity.target_layer_ids
     found = [states[0].cpu() for states in target.hidden_states(ids[None], layer_ids)]
-    unit = store.UnitReader(record.unit, root / record.folder)
+    unit = reader.UnitReader(record.unit, root / record.folder)
     rows = slice(record.starts[0], record.starts[0] + record.lengths[0])
     stored = [
         torch.from_numpy(unit.read(f"hidden/{layer_id}", rows)).view(torch.bfloat16)

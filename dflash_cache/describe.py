@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from dflash_cache import store
+from dflash_cache import ledger
 from dflash_cache.build import Plan
 from dflash_cache.schema import bytes_per_token
 
@@ -30,10 +30,10 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 def describe_cache(root: Path) -> dict[str, Any]:
     """What `dflash cache info` prints, for a complete cache or a half-built one."""
-    identity = store.read_identity(root)
+    identity = ledger.read_identity(root)
     complete = (root / "manifest.json").is_file()
-    records = store.committed_units(root, fingerprint=identity.fingerprint).values()
-    seal = store.read_manifest(root).to_dict() if complete else {}
+    records = ledger.committed_units(root, fingerprint=identity.fingerprint).values()
+    seal = ledger.read_manifest(root).to_dict() if complete else {}
     return {
         "complete": complete,
         "samples": sum(len(record.sample_ids) for record in records),

@@ -1,17 +1,13 @@
-"""Write units aside, commit them by one exclusive record, read them back.
+"""Write units aside and commit each by one exclusive record.
 
-A commit record is the only source of truth: a folder under `units/` that no record names does
-not exist.  Attempts never share a file, a unit is never changed, arrays are never appended to.
-Payload goes through zarr-python for now.
+Attempts never share a file, a unit is never changed, arrays are never appended to.  Payload goes
+through zarr-python for now.
 
 Letters: K target layers, t tokens of a sample, H hidden size.
 """
 
-import json
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import zarr
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from zarr.codecs import Crc32cCodec
@@ -29,7 +24,7 @@ from zarr.storage import LocalStore
 
 from dflash_cache import disk
 from dflash_cache.buckets import UnitPlan
-from dflash_cache.errors import CacheError, CacheMismatchError
+from dflash_cache.ledger import read_record
 from dflash_cache.samples import Sample
 from dflash_cache.schema import (
     CHUNK_TOKENS,
@@ -37,94 +32,11 @@ from dflash_cache.schema import (
     FORMAT_VERSION,
     HEAD,
     Identity,
-    Manifest,
     UnitRecord,
-    first_difference,
     padded,
 )
 
 States = list[Tensor]  # K tensors [t, H], bfloat16, on the CPU
-
-
-# --- identity -----------------------------------------------------------------------------------
-
-
-def is_sealed(root: Path, identity: Identity) -> bool:
-    """True when this very cache is complete; a folder that is anything else is refused."""
-    if root.exists() and not root.is_dir():
-        raise CacheError(f"{root}: a file stands where the cache folder should be; give another")
-    if (root / "zarr.json").is_file():
-        refuse_other_identity(root, read_identity(root), identity)
-        return (root / "manifest.json").is_file()
-    if root.is_dir() and any(p for p in root.iterdir() if not p.name.endswith(".partial")):
-        raise CacheError(
-            f"{root}: not empty and not a cache; nothing was touched. Give --out a new folder"
-        )
-    return False
-
-
-def begin(root: Path, identity: Identity) -> None:
-    """Make the folders of a cache, or what is missing of them.
-
-    The identity comes first: a folder with anything else in it and no identity is not ours.
-    """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        if not (root / "zarr.json").is_file():
-            disk.write_file(root / "zarr.json", _root_group(identity))
-        for folder in ("units", "commits"):
-            (root / folder).mkdir(exist_ok=True)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise CacheError(
-            f"{root}: cannot be written ({error.strerror}); give --out a folder that can"
-        ) from None
-    disk.fsync_path(root)
-
-
-def _root_group(identity: Identity) -> bytes:
-    attributes = {"identity": identity.to_dict(), "fingerprint": identity.fingerprint}
-    group = {"zarr_format": 3, "node_type": "group", "attributes": {"dflash_cache": attributes}}
-    return json.dumps(group, indent=1).encode()
-
-
-def read_identity(root: Path) -> Identity:
-    """Identity of a cache folder, complete or not."""
-    path = root / "zarr.json"
-    if not root.is_dir() or not path.is_file():
-        raise CacheError(f"{root}: not a cache folder (no zarr.json); run `dflash cache build`")
-    try:
-        attributes = json.loads(path.read_bytes())["attributes"]["dflash_cache"]
-        identity = attributes["identity"]
-        fingerprint = attributes["fingerprint"]
-    except (ValueError, KeyError, TypeError):
-        raise CacheError(f"{path}: zarr, but not a cache of ours; give another folder") from None
-    if isinstance(identity, dict) and identity.get("format_version") != FORMAT_VERSION:
-        raise CacheError(
-            f"{path}: cache format {identity.get('format_version')}, this version reads "
-            f"{FORMAT_VERSION}; rebuild the cache or install the version that wrote it"
-        )
-    found = Identity.from_dict(identity, where=str(path))
-    if found.fingerprint != fingerprint:
-        raise CacheError(f"{path}: fingerprint does not fit its content; the file is damaged")
-    return found
-
-
-def refuse_other_identity(root: Path, found: Identity, wanted: Identity) -> None:
-    difference = first_difference(found.to_dict(), wanted.to_dict())
-    if difference:
-        field, has, wants = difference
-        raise CacheMismatchError(
-            f"{root}: this cache was begun with {field} = {_short(has)}, this run has "
-            f"{_short(wants)}; give another --out, or the options it was begun with"
-        )
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# --- writing ------------------------------------------------------------------------------------
 
 
 def write_plan(root: Path, plans: Sequence[UnitPlan], samples: Sequence[Sample]) -> None:
@@ -259,192 +171,3 @@ def write_frozen(root: Path, embedding: Tensor, head: Tensor, *, tied: bool) -> 
     finally:
         partial.unlink(missing_ok=True)
     disk.fsync_path(root)
-
-
-def seal(root: Path, manifest: Manifest) -> None:
-    """Write the manifest; from now on the cache is immutable."""
-    disk.write_file(root / "manifest.json", json.dumps(manifest.to_dict(), indent=1).encode())
-
-
-# --- reading ------------------------------------------------------------------------------------
-
-
-def read_record(path: Path) -> UnitRecord:
-    return UnitRecord.from_bytes(path.read_bytes(), where=str(path))
-
-
-def committed_units(root: Path, *, fingerprint: str) -> dict[str, UnitRecord]:
-    """All units that count, by name."""
-    records = {}
-    for path in sorted((root / "commits").glob("u*.json")):
-        record = read_record(path)
-        if record.fingerprint != fingerprint or record.unit != path.stem:
-            raise CacheError(f"{path}: belongs to another cache or unit; the folder was mixed up")
-        records[record.unit] = record
-    return records
-
-
-def read_manifest(root: Path) -> Manifest:
-    """The seal of a complete cache; says how far a half-built one is."""
-    identity = read_identity(root)
-    path = root / "manifest.json"
-    if not path.is_file():
-        done = committed_units(root, fingerprint=identity.fingerprint)
-        have = sum(len(record.sample_ids) for record in done.values())
-        raise CacheError(
-            f"{root}: the cache is not complete ({have} of {identity.samples} samples); "
-            "run the same `dflash cache build` again to finish it"
-        )
-    try:
-        manifest = Manifest.from_dict(json.loads(path.read_bytes()), where=str(path))
-    except (ValueError, TypeError):
-        raise CacheError(f"{path}: not a manifest; the cache is damaged") from None
-    if (manifest.fingerprint, manifest.identity) != (identity.fingerprint, identity.to_dict()):
-        raise CacheError(f"{path}: seals another cache than {root / 'zarr.json'} describes")
-    return manifest
-
-
-@dataclass(frozen=True, kw_only=True)
-class Located:
-    """Where one sample lies."""
-
-    sample_id: int
-    length: int
-    supervised: int
-    group: str
-    unit: str
-    start: int
-
-
-class CacheReader:
-    """A sealed cache, opened for reading.  Samples are numbered 0.. in order of their ids.
-
-    Everything is checked on the way: file sizes against the commit record when a unit is first
-    touched, checksums by zarr on every chunk.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.root = Path(root)
-        self.manifest = read_manifest(self.root)
-        self.identity = Identity.from_dict(self.manifest.identity, where=str(self.root))
-        self.records = committed_units(self.root, fingerprint=self.identity.fingerprint)
-        self.located = sorted(
-            (located for record in self.records.values() for located in _locate(record)),
-            key=lambda located: located.sample_id,
-        )
-        ids = [located.sample_id for located in self.located]
-        if len(set(ids)) != len(ids) or len(ids) != self.manifest.samples:
-            raise CacheError(
-                f"{self.root}: the records name {len(set(ids))} samples, the manifest "
-                f"{self.manifest.samples}; commit records are missing or doubled"
-            )
-        self._unit = lru_cache(maxsize=64)(self._open_unit)
-
-    @property
-    def lengths(self) -> list[int]:
-        return [located.length for located in self.located]
-
-    def _open_unit(self, unit: str) -> "UnitReader":
-        record = self.records[unit]
-        folder = self.root / record.folder
-        for name, size in record.files.items():
-            path = folder / name
-            found = path.stat().st_size if path.is_file() else None
-            if found != size:
-                raise CacheError(
-                    f"{path}: {'missing' if found is None else f'{found} bytes'}, the commit "
-                    f"record says {size}; {_mend(self.root, unit)}"
-                )
-        return UnitReader(unit, folder)
-
-    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int32 [t] and loss mask bool [t] of a sample."""
-        located = self.located[index]
-        unit = self._unit(located.unit)
-        rows = slice(located.start, located.start + located.length)
-        return unit.read("input_ids", rows), unit.read("loss_mask", rows).astype(bool)
-
-    def read_hidden(self, index: int, layer_id: int, into: Tensor) -> None:
-        """Copy the states of a sample and target layer into `into`, bfloat16 [t, H]."""
-        located = self.located[index]
-        rows = slice(located.start, located.start + located.length)
-        states = self._unit(located.unit).read(f"hidden/{layer_id}", rows)
-        if states.dtype != np.uint16 or states.shape != tuple(into.shape):
-            raise CacheError(
-                f"{self.root}, target layer {layer_id}: found {states.dtype} {states.shape}, want "
-                f"uint16 {tuple(into.shape)}; {_mend(self.root, located.unit)}"
-            )
-        into.view(torch.uint16).numpy()[...] = states
-
-    def hidden(self, index: int, layer_ids: Sequence[int]) -> Tensor:
-        """States of a sample, bfloat16 [K, t, H]."""
-        shape = (len(layer_ids), self.located[index].length, self.identity.hidden_size)
-        states = torch.empty(shape, dtype=torch.bfloat16)
-        for k, layer_id in enumerate(layer_ids):
-            self.read_hidden(index, layer_id, states[k])
-        return states
-
-    def frozen(self) -> tuple[Tensor, Tensor]:
-        """Token embedding and LM head, bfloat16 [V, H]; one tensor twice where they are tied."""
-        path = self.root / "frozen.safetensors"
-        try:
-            with safe_open(path, "pt") as file:
-                embedding = file.get_tensor(EMBEDDING)
-                head = embedding if self.identity.target_spec.tied_head else file.get_tensor(HEAD)
-        except (OSError, SafetensorError) as error:
-            raise CacheError(
-                f"{path}: missing or damaged ({error}). Delete it and "
-                f"{self.root / 'manifest.json'} and run `dflash cache build` again"
-            ) from None
-        return embedding, head
-
-
-class UnitReader:
-    """One committed unit, its zarr arrays opened once."""
-
-    def __init__(self, unit: str, folder: Path) -> None:
-        self.unit, self.folder = unit, folder
-        self.arrays: dict[str, Any] = {}
-
-    def read(self, name: str, rows: slice) -> np.ndarray:
-        """Rows of an array; a checksum or metadata that do not fit are an error of the cache."""
-        try:
-            if name not in self.arrays:
-                store = LocalStore(self.folder, read_only=True)
-                self.arrays[name] = zarr.open_array(store, path=name, mode="r")
-            values: np.ndarray = self.arrays[name][rows]
-        except (ValueError, LookupError, TypeError) as error:
-            raise CacheError(
-                f"{self.folder / name}, tokens {rows.start} to {rows.stop}: {error}; "
-                f"{_mend(self.folder.parents[2], self.unit)}"
-            ) from None
-        return values
-
-
-def _mend(root: Path, unit: str) -> str:
-    return (
-        f"unit {unit} is damaged. Delete {root / 'commits' / f'{unit}.json'} and "
-        f"{root / 'manifest.json'} and run `dflash cache build` again: it extracts that unit anew"
-    )
-
-
-def _locate(record: UnitRecord) -> list[Located]:
-    columns = zip(
-        record.sample_ids,
-        record.lengths,
-        record.supervised,
-        record.groups,
-        record.starts,
-        strict=True,
-    )
-    return [
-        Located(
-            sample_id=sample_id,
-            length=length,
-            supervised=supervised,
-            group=group,
-            unit=record.unit,
-            start=start,
-        )
-        for sample_id, length, supervised, group, start in columns
-    ]

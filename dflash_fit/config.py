@@ -61,7 +61,7 @@ class FitConfig:
     eval_tokens: int = option(200_000, "Held-out tokens measured each time, at most.")
 
     # These change only speed, memory and what is kept.
-    anchor_microbatch: int = option(2048, "Blocks that go through the drafter at once.")
+    anchor_microbatch: int = option(256, "Blocks that go through the drafter at once.")
     loss_chunk: int = option(2048, "Slots that go through the LM head at once.")
     checkpoint_every: int = option(500, "Steps between checkpoints.")
     keep_last: int = option(2, "Checkpoints kept, besides the best one.")

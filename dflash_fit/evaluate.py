@@ -1,113 +1,240 @@
-"""Offline acceptance: how long the drafter's drafts would be accepted on texts in the cache.
+"""`dflash eval`: load a drafter, refuse one that does not fit, and report what it is worth."""
 
-Every supervised position is an anchor once; the chain of anchors is then walked per document.
-On text that the target wrote greedily this is exactly what speculative decoding commits.
-"""
-
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from tqdm import tqdm
 
-from dflash_cache.store import CacheReader
-from dflash_fit.acceptance import Chain, leading_true, summarize, supervised_spans, walk
-from dflash_fit.anchors import candidates, fixed
+from dflash_cache.errors import CacheMismatchError, DataError
+from dflash_cache.reader import CacheReader
+from dflash_cache.rows import iter_rows
+from dflash_cache.samples import messages_of
+from dflash_cache.target import DTYPES, Target, load_target, pick_device
+from dflash_fit.acceptance import (
+    Chain,
+    is_looping,
+    leading_true,
+    prompt_lookup,
+    summarize,
+    walk,
+)
 from dflash_fit.batch import Batch, BatchShape
+from dflash_fit.checkpoint import find_drafter
+from dflash_fit.config import EvalConfig, FitConfig
+from dflash_fit.decode import Decoded, greedy, speculate
 from dflash_fit.drafter import DFlashDraftModel
-from dflash_fit.loader import fill_documents
-from dflash_fit.loss import block_targets
-from dflash_fit.packing import Pack, plan_epoch
-from dflash_fit.step import Frozen, run_blocks
+from dflash_fit.errors import DrafterError
+from dflash_fit.export import read_drafter, read_training
+from dflash_fit.loader import split_documents
+from dflash_fit.loop import load_frozen
+from dflash_fit.offline import choose_documents, offline_acceptance, slots_right
+from dflash_fit.step import Frozen
 
-HEAD_ROWS = 4096  # rows that go through the head at once
-
-
-@torch.no_grad()
-def slots_right(
-    drafter: DFlashDraftModel, frozen: Frozen, batch: Batch, anchors: np.ndarray, *, group: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Per anchor and slot: was the argmax right, and did the slot count?  Both bool [n, B - 1].
-
-    `batch` is on the drafter's device; anchors go through in groups of one size.
-    """
-    context = drafter.context(batch.hidden, batch.position_ids)
-    right, counted = [], []
-    for begin in range(0, len(anchors), group):
-        positions, valid = fixed(anchors[begin : begin + group], count=group)
-        part = replace(
-            batch,
-            anchor_positions=torch.from_numpy(positions).to(batch.input_ids.device),
-            anchor_valid=torch.from_numpy(valid).to(batch.input_ids.device),
-        )
-        rows = run_blocks(drafter, frozen, part, context, slice(None))[:, 1:]
-        labels, counts = block_targets(part, block_size=drafter.config.block_size)
-        same = _argmax(rows.flatten(0, 1), frozen.head).view_as(labels) == labels
-        right.append((same & counts)[torch.from_numpy(valid)].cpu())
-        counted.append(counts[torch.from_numpy(valid)].cpu())
-    return torch.cat(right).numpy(), torch.cat(counted).numpy()
+ANCHOR_GROUP = 64
+LOOKUP_NGRAM = 3
 
 
-def _argmax(rows: Tensor, head: Tensor) -> Tensor:
-    return torch.cat([F.linear(part, head).argmax(dim=-1) for part in torch.split(rows, HEAD_ROWS)])
+def evaluate_drafter(config: EvalConfig) -> dict[str, Any]:
+    """Offline from the cache, or by real decoding, as the options say."""
+    folder = find_drafter(config.drafter)
+    device = pick_device(config.device)
+    drafter = read_drafter(folder, dtype=DTYPES[config.dtype], device=device)
+    training = read_training(folder)
+    if config.cache is not None:
+        return evaluate_offline(config, drafter, training, folder, config.cache)
+    return evaluate_decoding(config, drafter, training, folder)
 
 
-def choose_documents(
-    documents: Sequence[int], lengths: Sequence[int], *, max_tokens: int
-) -> list[int]:
-    """The first documents, in order of the cache, that have at most so many tokens together."""
-    chosen: list[int] = []
-    tokens = 0
-    for document in documents:
-        tokens += lengths[document]
-        if chosen and tokens > max_tokens:
-            break
-        chosen.append(document)
-    return chosen
-
-
-def offline_acceptance(
+def evaluate_offline(
+    config: EvalConfig,
     drafter: DFlashDraftModel,
-    frozen: Frozen,
-    reader: CacheReader,
-    documents: Sequence[int],
-    *,
-    shape: BatchShape,
-    device: torch.device,
-    anchor_group: int,
+    training: dict[str, Any],
+    folder: Path,
+    cache: Path,
 ) -> dict[str, Any]:
-    """Acceptance length of documents of a cache, and accuracy per slot over all positions."""
-    layer_ids = drafter.config.target_layer_ids
-    packs = plan_epoch(documents, reader.lengths, token_budget=shape.token_budget, seed=0, epoch=0)
-    chains: list[Chain] = []
-    right = np.zeros(shape.block_size - 1)
-    count = np.zeros(shape.block_size - 1)
-    host = Batch.empty(shape, device=torch.device("cpu"))
-    for pack in packs:
-        fill_documents(host, reader, pack, layer_ids=layer_ids)
-        batch = host if device.type == "cpu" else Batch.empty(shape, device=device)
-        if batch is not host:
-            batch.copy_(host)
-        anchors = candidates(host.loss_mask.numpy(), host.document_ids.numpy())
-        same, counted = slots_right(drafter, frozen, batch, anchors, group=anchor_group)
-        right += same.sum(axis=0)
-        count += counted.sum(axis=0)
-        chains += document_chains(host, pack, anchors, leading_true(same))
+    """Acceptance on the samples of a cache that never trained."""
+    reader = CacheReader(cache)
+    refuse_other_target(training, reader.identity.target, where=str(cache))
+    refuse_unfit_drafter(drafter, reader.identity.target, where=str(cache))
+    absent = set(drafter.config.target_layer_ids) - set(reader.identity.target_layer_ids)
+    if absent:
+        raise DrafterError(
+            f"{folder}: reads target layers {sorted(absent)}, which {cache} does not hold"
+        )
+    share = config.held_out or training.get("held_out") or FitConfig.held_out
+    _, measured = split_documents(reader, held_out=share)
+    documents = choose_documents(measured, reader.lengths, max_tokens=config.max_tokens)
+    longest = max(reader.lengths[d] for d in documents)
+    budget = max(longest, training.get("token_budget", longest))
+    device = next(drafter.parameters()).device
+    values = offline_acceptance(
+        drafter,
+        load_frozen(reader, dtype=DTYPES[config.dtype], device=device),
+        reader,
+        documents,
+        shape=_shape(drafter, tokens=budget),
+        device=device,
+        anchor_group=ANCHOR_GROUP,
+    )
+    return {"kind": "offline", "drafter": str(folder), "cache": str(cache), **values}
+
+
+def _shape(drafter: DFlashDraftModel, *, tokens: int) -> BatchShape:
+    return BatchShape(
+        target_layers=len(drafter.config.target_layer_ids),
+        token_budget=tokens,
+        hidden_size=drafter.config.hidden_size,
+        anchors=ANCHOR_GROUP,
+        block_size=drafter.config.block_size,
+    )
+
+
+def evaluate_decoding(
+    config: EvalConfig, drafter: DFlashDraftModel, training: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    """Decode prompts with and without the drafter, and compare tokens, passes and seconds."""
+    assert config.target is not None
+    assert config.prompts is not None
+    target = load_target(config.target, dtype=config.dtype, device=config.device)
+    refuse_other_target(training, target.spec.to_dict(), where=config.target)
+    refuse_unfit_drafter(drafter, target.spec.to_dict(), where=config.target)
+    frozen = Frozen(embedding=target.embedding, head=target.head)
+    prompts = load_prompts(config.prompts, target, limit=config.max_prompts)
+    answers = [
+        _answer(config, target, drafter, frozen, prompt)
+        for prompt in tqdm(prompts, desc="decode", unit="prompt", disable=None)
+    ]
+    plain, drafted = [a[0] for a in answers], [a[1] for a in answers]
+    offline = [
+        offline_chain(target, drafter, frozen, prompt, answer.tokens)
+        for prompt, answer in zip(prompts, drafted, strict=True)
+    ]
     return {
-        **summarize(chains, block_size=shape.block_size),
-        "slot_accuracy": (right / np.maximum(count, 1)).tolist(),
-        "documents": len(chains),
+        "kind": "decoding",
+        "drafter": str(folder),
+        "target": config.target,
+        "dtype": config.dtype,
+        **report(drafter, prompts, plain, drafted, offline),
     }
 
 
-def document_chains(
-    batch: Batch, pack: Pack, anchors: np.ndarray, accepted: np.ndarray
-) -> Iterator[Chain]:
-    """One chain per document of a pack; `accepted[i]` belongs to the block at `anchors[i]`."""
-    at = dict(zip(anchors.tolist(), accepted.tolist(), strict=True))
-    ids, mask = batch.document_ids.numpy(), batch.loss_mask.numpy()
-    for number in range(len(pack.documents)):
-        yield walk(at.__getitem__, supervised_spans(mask & (ids == number)))
+def _answer(
+    config: EvalConfig, target: Target, drafter: DFlashDraftModel, frozen: Frozen, prompt: list[int]
+) -> tuple[Decoded, Decoded]:
+    ids = torch.tensor(prompt, device=target.device)
+    stops, longest = target.stop_ids, config.max_new_tokens
+    plain = greedy(target, ids, max_new_tokens=longest, stop_ids=stops)
+    drafted = speculate(target, drafter, frozen, ids, max_new_tokens=longest, stop_ids=stops)
+    return plain, drafted
+
+
+def report(
+    drafter: DFlashDraftModel,
+    prompts: Sequence[list[int]],
+    plain: Sequence[Decoded],
+    drafted: Sequence[Decoded],
+    offline: Sequence[Chain],
+) -> dict[str, Any]:
+    """The figures that design and users ask for; every acceptance length counts alike."""
+    block = drafter.config.block_size
+    loops = [is_looping(answer.tokens) for answer in drafted]
+    lookup = [
+        prompt_lookup(p + a.tokens, len(p), ngram=LOOKUP_NGRAM, drafts=block - 1)
+        for p, a in zip(prompts, drafted, strict=True)
+    ]
+    same = [p.tokens == d.tokens for p, d in zip(plain, drafted, strict=True)]
+
+    def straight(chains: Sequence[Chain]) -> float:
+        kept = [chain for chain, loop in zip(chains, loops, strict=True) if not loop]
+        return float(summarize(kept, block_size=block)["acceptance_length"])
+
+    chains = [answer.chain for answer in drafted]
+    return {
+        **summarize(chains, block_size=block),
+        "acceptance_length_not_looping": straight(chains),
+        "offline_acceptance_length": summarize(offline, block_size=block)["acceptance_length"],
+        "identical_to_greedy": all(same),
+        "answers_differing": same.count(False),
+        "speedup": sum(p.seconds for p in plain) / max(sum(d.seconds for d in drafted), 1e-9),
+        "prompt_lookup": summarize(lookup, block_size=block)["acceptance_length"],
+        "prompt_lookup_not_looping": straight(lookup),
+        "looping": sum(loops) / max(len(loops), 1),
+        "prompts": len(prompts),
+        "block_size": block,
+    }
+
+
+@torch.inference_mode()
+def offline_chain(
+    target: Target,
+    drafter: DFlashDraftModel,
+    frozen: Frozen,
+    prompt: list[int],
+    answer: list[int],
+) -> Chain:
+    """Acceptance of an answer as the cache would give it: one target forward, all anchors."""
+    tokens = prompt + answer
+    ids = torch.tensor(tokens, device=target.device)
+    batch = Batch.empty(_shape(drafter, tokens=len(tokens)), device=target.device)
+    states = target.hidden_states(ids[None], drafter.config.target_layer_ids)
+    batch.hidden.copy_(torch.stack([state[0].to(torch.bfloat16) for state in states]))
+    batch.input_ids.copy_(ids)
+    batch.position_ids.copy_(torch.arange(len(tokens)))
+    batch.document_ids.zero_()
+    batch.loss_mask[len(prompt) :] = True
+    if len(answer) < 2:
+        return Chain(accepted=(), committed=())
+    anchors = torch.arange(len(prompt), len(tokens) - 1).numpy()
+    right, _ = slots_right(drafter, frozen, batch, anchors, group=ANCHOR_GROUP)
+    accepted = leading_true(right)
+    return walk(lambda a: int(accepted[a - len(prompt)]), [(len(prompt), len(tokens) - 1)])
+
+
+def load_prompts(source: str, target: Target, *, limit: int | None) -> list[list[int]]:
+    """Prompts as token ids, rendered by the target's template with the generation prompt."""
+    prompts: list[list[int]] = []
+    for number, row in enumerate(iter_rows(source, split="train"), start=1):
+        if limit is not None and len(prompts) >= limit:
+            break
+        if isinstance(row.get("prompt"), str):
+            turns = [{"role": "user", "content": row["prompt"]}]
+        elif "messages" in row or "conversations" in row:
+            turns = messages_of(row)
+            answered = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+            turns = turns[: answered[0]] if answered else turns
+        else:
+            raise DataError(f"{source}, row {number}: want `messages` or `prompt`")
+        text = target.tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True
+        )
+        prompts.append(list(target.tokenizer(text, add_special_tokens=False)["input_ids"]))
+    if not prompts:
+        raise DataError(f"{source}: holds no prompts")
+    return prompts
+
+
+def refuse_other_target(training: dict[str, Any], target: dict[str, Any], *, where: str) -> None:
+    """A drafter serves the target that it was trained for, to the last weight."""
+    for field in ("config_sha256", "weights_sha256"):
+        wanted = training.get(f"target_{field}")
+        if wanted is not None and wanted != target[field]:
+            raise CacheMismatchError(
+                f"{where}: target {target['name']} has {field} {target[field][:12]}..., the "
+                f"drafter was trained for {training.get('target')} with {wanted[:12]}...; "
+                "give the target that it was trained for"
+            )
+
+
+def refuse_unfit_drafter(drafter: DFlashDraftModel, target: dict[str, Any], *, where: str) -> None:
+    """Shapes that have to agree, for drafters that say nothing of their training."""
+    config = drafter.config
+    pairs = {
+        "hidden_size": (config.hidden_size, target["hidden_size"]),
+        "vocab_size": (config.vocab_size, target["vocab_size"]),
+        "num_layers": (config.num_target_layers, target["num_layers"]),
+    }
+    for field, (found, wanted) in pairs.items():
+        if found != wanted:
+            raise DrafterError(f"{where}: {field} is {wanted}, the drafter wants {found}")

@@ -21,6 +21,13 @@ from dflash_fit.drafter import FULL, SLIDING, DFlashDraftModel, DrafterConfig
 from dflash_fit.errors import DrafterError
 
 ARCHITECTURE = "DFlashDraftModel"
+# Keys of relatives and successors that change the mathematics but no tensor name.  Read as a
+# plain drafter, such a checkpoint would run and accept nothing.
+OTHER_MATHEMATICS = (
+    *("use_swa", "projector_type", "shift_label", "sample_from_anchor", "attention_sink_bias"),
+    *("attention_value_scale", "output_multiplier", "final_logit_softcapping"),
+    *("input_embedding_scale", "conv_kernel_size", "selector_rank"),
+)
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -80,6 +87,7 @@ def from_config(value: Mapping[str, Any], *, where: str) -> DrafterConfig:
     architectures = value.get("architectures", [])
     if ARCHITECTURE not in architectures:
         raise DrafterError(f"{where}: architectures {architectures}, want {ARCHITECTURE}")
+    refuse_other_mathematics(value, dflash, where=where)
 
     def need(key: str, *places: Mapping[str, Any]) -> Any:
         for place in places:
@@ -106,10 +114,25 @@ def from_config(value: Mapping[str, Any], *, where: str) -> DrafterConfig:
         max_position_embeddings=need("max_position_embeddings", value),
         layer_types=tuple(value.get("layer_types") or [FULL] * layers),
         sliding_window=value.get("sliding_window"),
-        # Precedence as vLLM's: top level, nested, then by kind of layer.
-        is_causal=value.get("is_causal", dflash.get("causal")),
+        is_causal=_first(value.get("is_causal"), dflash.get("causal")),
         initializer_range=value.get("initializer_range", 0.02),
     )
+
+
+def refuse_other_mathematics(*places: Mapping[str, Any], where: str) -> None:
+    """Refuse, by name, what this drafter does not compute."""
+    for place in places:
+        for key in OTHER_MATHEMATICS:
+            if place.get(key) not in (None, False, 1, 1.0):
+                raise DrafterError(
+                    f"{where}: {key} = {place[key]}; a drafter with it is of a kind that this "
+                    "version does not compute"
+                )
+
+
+def _first(*values: bool | None) -> bool | None:
+    """Precedence of causality, as vLLM's: top level, nested; None is by kind of layer."""
+    return next((value for value in values if value is not None), None)
 
 
 def write_drafter(

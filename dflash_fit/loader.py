@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from dflash_cache.store import CacheReader
+from dflash_cache.reader import CacheReader
 from dflash_fit.anchors import candidates, draw
 from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.errors import FitError

@@ -17,17 +17,18 @@ from tqdm import tqdm
 
 from dflash_cache.disk import full_disk_is_told
 from dflash_cache.errors import ConfigError
+from dflash_cache.reader import CacheReader
 from dflash_cache.schema import TokenizerSpec
-from dflash_cache.store import CacheReader
-from dflash_cache.target import pick_device, refuse_bad_mask_token
+from dflash_cache.target import pick_device
+from dflash_cache.vocabulary import refuse_bad_mask_token
 from dflash_fit import checkpoint
 from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.checkpoint import START, RunState
 from dflash_fit.config import FitConfig
 from dflash_fit.drafter import FULL, SLIDING, DFlashDraftModel, DrafterConfig
 from dflash_fit.errors import FitError
-from dflash_fit.evaluate import choose_documents, offline_acceptance
 from dflash_fit.loader import Loader, PackSource, refuse_long_documents, split_documents
+from dflash_fit.offline import choose_documents, offline_acceptance
 from dflash_fit.optim import AdamWConfig, FlatAdamW, learning_rate
 from dflash_fit.step import EagerStep, Frozen, StepConfig
 

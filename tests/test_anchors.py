@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_cache.store import CacheReader
+from dflash_cache.reader import CacheReader
 from dflash_fit.anchors import candidates, draw, fixed
 from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.loader import PackSource, Position

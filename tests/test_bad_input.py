@@ -234,7 +234,7 @@ def broken_target(small_target, tmp_path) -> Path:
         ("config.json", b'{"model_type": "zebra"}', "zebra"),
         ("tokenizer.json", b"{", "no tokenizer"),
         ("tokenizer.json", b"{}", "no tokenizer"),
-        ("model.safetensors", None, "cannot be loaded"),
+        ("model.safetensors", None, "is the folder complete"),
         ("model.safetensors", b"rubbish", "cannot be loaded"),
     ],
 )

@@ -14,13 +14,14 @@ from conftest import TEXT, chat_rows, save_tiny_target, tiny_build, write_jsonl
 from faults import STEPS, every_failure
 from transformers import LlamaForCausalLM
 
-from dflash_cache import build, store
+from dflash_cache import build, ledger
 from dflash_cache.build import build_cache, plan_only
 from dflash_cache.config import BuildConfig
 from dflash_cache.describe import describe_cache, describe_plan
 from dflash_cache.errors import CacheError, CacheMismatchError, ConfigError, DiskFullError
+from dflash_cache.reader import CacheReader
 from dflash_cache.schema import Manifest
-from dflash_cache.store import CacheReader
+from dflash_cache.target import load_target
 
 INFO_KEYS = {
     "complete", "samples", "tokens", "supervised_tokens", "bytes", "bytes_per_token", "encoding",
@@ -62,8 +63,8 @@ def no_flushing(monkeypatch):
 @pytest.fixture
 def one_load(monkeypatch, small_target):
     """Load the target once for many builds."""
-    target = build.load_target(str(small_target), dtype="float32", device="cpu")
-    monkeypatch.setattr(build, "load_target", lambda *_, **__: target)
+    target = load_target(str(small_target), dtype="float32", device="cpu")
+    monkeypatch.setattr(build, "load_weights", lambda *_, **__: target)
 
 
 def read_all(root: Path) -> list[tuple]:
@@ -322,7 +323,7 @@ def test_a_resumed_build_needs_only_what_is_left(small, one_load, monkeypatch):
     build_cache(config)
     (config.out / "manifest.json").unlink()
     (config.out / "commits" / "u000001.json").unlink()
-    done = store.read_record(config.out / "commits" / "u000000.json").tokens_stored * 69
+    done = ledger.read_record(config.out / "commits" / "u000000.json").tokens_stored * 69
     with_free(monkeypatch, needed - done - 1)
     with pytest.raises(DiskFullError):
         build_cache(config)
@@ -361,7 +362,7 @@ def test_skipped_rows_are_counted_in_the_manifest(small, tmp_path):
     manifest = build_cache(small(data=data, max_skipped=0.2))
     assert (manifest.rows, manifest.samples) == (10, 8)
     assert sorted(manifest.skipped.values()) == [1, 1]
-    assert store.read_manifest(tmp_path / "out").skipped == manifest.skipped
+    assert ledger.read_manifest(tmp_path / "out").skipped == manifest.skipped
     assert [at.sample_id for at in CacheReader(tmp_path / "out").located] == list(range(8))
 
 
@@ -450,7 +451,7 @@ def info(out: Path) -> dict:
 def test_info_of_a_complete_cache_is_one_object_with_all_that_is_promised(tiny_cache):
     found = info(tiny_cache)
     assert set(found) >= INFO_KEYS
-    manifest = store.read_manifest(tiny_cache)
+    manifest = ledger.read_manifest(tiny_cache)
     assert found["complete"] is True
     for name in ("samples", "tokens", "supervised_tokens", "bytes", "units", "fingerprint"):
         assert found[name] == getattr(manifest, name)
@@ -465,7 +466,7 @@ def test_info_of_a_half_built_cache_says_how_far_it_is(small):
     build_cache(config)
     (config.out / "manifest.json").unlink()
     (config.out / "commits" / "u000001.json").unlink()
-    record = store.read_record(config.out / "commits" / "u000000.json")
+    record = ledger.read_record(config.out / "commits" / "u000000.json")
     found = info(config.out)
     assert set(found) >= INFO_KEYS
     assert found["complete"] is False

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_loop import tiny_fit
 
 from dflash_cache.errors import ConfigError
-from dflash_cache.store import CacheReader
+from dflash_cache.reader import CacheReader
 from dflash_fit import loop
 from dflash_fit.checkpoint import find_drafter
 from dflash_fit.drafter import DFlashDraftModel
@@ -131,6 +131,30 @@ def test_the_nested_block_size_alone_is_enough_to_read(run):
     assert from_config(value, where="here").block_size == 4
     del value["rope_parameters"]
     with pytest.raises(DrafterError, match="rope_theta is missing"):
+        from_config(value, where="here")
+
+
+def test_a_nested_causal_counts_where_the_top_level_says_null(run):
+    value = to_config(windowed(run), dtype=torch.bfloat16)
+    value["is_causal"], value["dflash_config"]["causal"] = None, True
+    assert from_config(value, where="here").is_causal is True
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "setting"),
+    [
+        ("dflash_config", "use_swa", True),
+        ("dflash_config", "shift_label", True),
+        ("dflash_config", "output_multiplier", 0.196),
+        ("dflash_config", "conv_kernel_size", 2),
+        ("top", "final_logit_softcapping", 20.0),
+        ("top", "sample_from_anchor", True),
+    ],
+)
+def test_a_relative_with_other_mathematics_is_refused_by_name(run, place, key, setting):
+    value = to_config(windowed(run), dtype=torch.bfloat16)
+    (value if place == "top" else value[place])[key] = setting
+    with pytest.raises(DrafterError, match=f"{key} = "):
         from_config(value, where="here")
 
 

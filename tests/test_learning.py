@@ -22,8 +22,8 @@ from dflash_fit.acceptance import leading_true, summarize, walk
 from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.decode import greedy, speculate
 from dflash_fit.drafter import DFlashDraftModel, DrafterConfig
-from dflash_fit.evaluate import document_chains, slots_right
-from dflash_fit.measure import offline_chain
+from dflash_fit.evaluate import offline_chain
+from dflash_fit.offline import document_chains, slots_right
 from dflash_fit.optim import AdamWConfig, FlatAdamW
 from dflash_fit.packing import Pack
 from dflash_fit.step import EagerStep, Frozen, StepConfig, run_blocks

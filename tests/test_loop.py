@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_cache.errors import ConfigError, DiskFullError
-from dflash_cache.store import CacheReader
+from dflash_cache.reader import CacheReader
 from dflash_fit import checkpoint, loop
 from dflash_fit.config import FitConfig
 from dflash_fit.errors import FitError, RunFolderError

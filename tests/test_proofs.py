@@ -61,6 +61,17 @@ class LeftPadding(Target):
         ]
 
 
+class LeakyEnds(Target):
+    """Only the last token before the padding sees some of it."""
+
+    def hidden_states(self, input_ids, layer_ids):
+        states = [s.clone() for s in super().hidden_states(input_ids, layer_ids)]
+        for row, end in enumerate((input_ids != 0).sum(1).tolist()):
+            if end < input_ids.shape[1]:
+                states[-1][row, end - 1] *= 1.01
+        return states
+
+
 class OneNaN(Target):
     """One number of one token is none."""
 
@@ -130,7 +141,7 @@ def test_rows_of_one_length_pass(target):
     assert proofs.prove_padding(target, rows(12, 12), LAYERS) < 1e-5
 
 
-@pytest.mark.parametrize("kind", [LeakyPadding, LeftPadding, OneNaN])
+@pytest.mark.parametrize("kind", [LeakyPadding, LeakyEnds, LeftPadding, OneNaN])
 def test_padding_that_leaks_into_the_states_fails(target, kind):
     with pytest.raises(ProofError, match="padding leaks into the states of this target"):
         proofs.prove_padding(spoil(target, kind), rows(7, 40), LAYERS)
@@ -283,12 +294,22 @@ def test_nothing_to_measure_on_is_no_agreement_and_not_one_of_0():
 
 
 @pytest.mark.parametrize(
-    "kind", [ShiftedHooks, OneShiftedHook, LeakyPadding, LeftPadding, OneNaN, Zeros, Constant]
+    "kind",
+    [
+        ShiftedHooks,
+        OneShiftedHook,
+        LeakyPadding,
+        LeakyEnds,
+        LeftPadding,
+        OneNaN,
+        Zeros,
+        Constant,
+    ],
 )
 def test_a_build_stops_before_it_commits_a_wrong_state(
     tmp_path, tiny_target, target, monkeypatch, kind
 ):
-    monkeypatch.setattr(build, "load_target", lambda *_, **__: spoil(target, kind))
+    monkeypatch.setattr(build, "load_weights", lambda *_, **__: spoil(target, kind))
     data = write_jsonl(tmp_path / "rows.jsonl", chat_rows(4))
     with pytest.raises(ProofError):
         build.build_cache(tiny_build(tiny_target, data, tmp_path / "out"))
@@ -300,7 +321,7 @@ def test_a_build_stops_before_it_commits_a_wrong_state(
 def test_a_state_that_fails_is_named_by_its_sample_and_layer(
     tmp_path, tiny_target, target, monkeypatch
 ):
-    monkeypatch.setattr(build, "load_target", lambda *_, **__: spoil(target, Zeros))
+    monkeypatch.setattr(build, "load_weights", lambda *_, **__: spoil(target, Zeros))
     data = write_jsonl(tmp_path / "rows.jsonl", chat_rows(1))
     with pytest.raises(ProofError, match="sample 0, target layer 1: a token's state is all zeros"):
         build.build_cache(tiny_build(tiny_target, data, tmp_path / "out"))
@@ -329,14 +350,14 @@ def test_a_resumed_build_with_other_arithmetic_stops(tmp_path, tiny_target, targ
         def all_hidden_states(self, input_ids):
             return tuple(1.01 * states for states in super().all_hidden_states(input_ids))
 
-    monkeypatch.setattr(build, "load_target", lambda *_, **__: spoil(target, Louder))
+    monkeypatch.setattr(build, "load_weights", lambda *_, **__: spoil(target, Louder))
     with pytest.raises(ProofError, match=r"differ by 0\.0\d+ .* already in the cache"):
         build.build_cache(config)
     assert list((config.out / "commits").iterdir()) == [first]
 
 
 def test_what_the_proofs_measured_is_in_the_manifest(tiny_cache):
-    from dflash_cache.store import read_manifest
+    from dflash_cache.ledger import read_manifest
 
     found = read_manifest(tiny_cache).proofs
     assert found["hooks_vs_hidden_states"] == 0.0

@@ -16,13 +16,13 @@ from click.testing import CliRunner
 
 from dflash_cache.build import build_cache
 from dflash_cache.config import BuildConfig
+from dflash_cache.reader import CacheReader
 from dflash_cache.samples import encode_row
-from dflash_cache.store import CacheReader
 from dflash_cache.target import load_target
 from dflash_cli.main import main
 from dflash_fit import loop
 from dflash_fit.config import EvalConfig, FitConfig
-from dflash_fit.measure import evaluate_drafter
+from dflash_fit.evaluate import evaluate_drafter
 
 pytestmark = pytest.mark.realmodel
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"

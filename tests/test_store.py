@@ -14,13 +14,14 @@ from conftest import chat_rows, save_tiny_target, tiny_build, write_jsonl
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
-from dflash_cache import store
+from dflash_cache import ledger, store
 from dflash_cache.buckets import plan_batches
 from dflash_cache.build import Plan, build_cache, make_plan
 from dflash_cache.errors import CacheError, CacheMismatchError
+from dflash_cache.reader import CacheReader, UnitReader
 from dflash_cache.samples import Sample
 from dflash_cache.schema import CHUNK_TOKENS, Identity, Manifest, UnitRecord
-from dflash_cache.store import CacheReader
+from dflash_cache.survey import survey_target, with_weights_hash
 from dflash_cache.target import load_target
 
 LAYERS = [1, 3, 5]  # the default three of eight
@@ -43,9 +44,10 @@ def target(tiny_target: Path):
 
 
 @pytest.fixture(scope="module")
-def plan(target, tiny_target, tiny_data) -> Plan:
+def plan(tiny_target, tiny_data) -> Plan:
     """The plan of the tiny cache."""
-    return make_plan(tiny_build(tiny_target, tiny_data, Path("unused")), target)
+    survey = with_weights_hash(survey_target(str(tiny_target), dtype="float32"))
+    return make_plan(tiny_build(tiny_target, tiny_data, Path("unused")), survey)
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +261,7 @@ def test_the_plan_on_disk_names_every_sample_with_its_unit(reader, plan):
 @pytest.fixture
 def begun(tmp_path: Path, plan: Plan) -> Path:
     root = tmp_path / "begun"
-    store.begin(root, plan.identity)
+    ledger.begin(root, plan.identity)
     return root
 
 
@@ -285,7 +287,7 @@ def test_of_two_writers_of_one_unit_the_second_discards_its_own(begun, plan):
     second = write_first_unit(begun, plan, value=2.0)
     assert second == first
     assert attempts(begun) == [first.folder]
-    unit = store.UnitReader(first.unit, begun / first.folder)
+    unit = UnitReader(first.unit, begun / first.folder)
     rows = slice(0, first.lengths[0])
     states = torch.from_numpy(unit.read("hidden/3", rows)).view(torch.bfloat16)
     assert torch.equal(states, torch.ones_like(states))
@@ -298,7 +300,7 @@ def test_states_may_come_in_any_order(begun, plan):
     record = store.write_unit(
         begun, plan.units[0], members(plan), backwards, identity=plan.identity
     )
-    unit = store.UnitReader(record.unit, begun / record.folder)
+    unit = UnitReader(record.unit, begun / record.folder)
     for i, (start, length) in enumerate(zip(record.starts, record.lengths, strict=True)):
         stored = torch.from_numpy(unit.read("hidden/1", slice(start, start + length)))
         assert torch.equal(stored.view(torch.bfloat16), layers[i][0])
@@ -312,7 +314,7 @@ def test_a_unit_whose_states_fail_leaves_no_attempt(begun, plan):
     with pytest.raises(RuntimeError, match="the target stopped"):
         store.write_unit(begun, plan.units[0], members(plan), failing(), identity=plan.identity)
     assert attempts(begun) == []
-    assert store.committed_units(begun, fingerprint=plan.identity.fingerprint) == {}
+    assert ledger.committed_units(begun, fingerprint=plan.identity.fingerprint) == {}
 
 
 def test_a_record_appears_only_when_all_that_it_names_is_durable(begun, plan, monkeypatch):
@@ -357,7 +359,7 @@ def listing(root: Path) -> dict[str, bytes | None]:
 def refused_untouched(folder: Path, identity: Identity, told: str) -> None:
     before = listing(folder)
     with pytest.raises(CacheError, match=told):
-        store.is_sealed(folder, identity)
+        ledger.is_sealed(folder, identity)
     assert listing(folder) == before
 
 
@@ -374,20 +376,20 @@ def test_a_zarr_group_of_somebody_else_is_refused_and_untouched(tmp_path, plan):
 def test_a_file_in_the_place_of_the_folder_is_refused_and_untouched(tmp_path, plan):
     (tmp_path / "file").write_text("a file")
     with pytest.raises(CacheError, match="a file stands where the cache folder should be"):
-        store.is_sealed(tmp_path / "file", plan.identity)
+        ledger.is_sealed(tmp_path / "file", plan.identity)
     assert (tmp_path / "file").read_text() == "a file"
 
 
 def test_a_place_where_no_folder_can_be_is_refused(tmp_path, plan):
     (tmp_path / "file").write_text("a file")
     with pytest.raises(CacheError, match=r"cannot be written \(Not a directory\); give --out"):
-        store.begin(tmp_path / "file" / "cache", plan.identity)
+        ledger.begin(tmp_path / "file" / "cache", plan.identity)
 
 
 def test_an_empty_folder_and_one_with_only_leftovers_are_new(tmp_path, plan):
-    assert not store.is_sealed(tmp_path, plan.identity)
+    assert not ledger.is_sealed(tmp_path, plan.identity)
     (tmp_path / ".zarr.json.12345678.partial").write_text("{")
-    assert not store.is_sealed(tmp_path, plan.identity)
+    assert not ledger.is_sealed(tmp_path, plan.identity)
 
 
 def test_a_cache_of_another_format_says_which(spoilt, plan):
@@ -431,14 +433,14 @@ def test_a_folder_that_is_not_there_is_no_cache(tmp_path):
 )
 def test_another_identity_is_refused_by_the_name_of_the_field(begun, plan, field, value):
     with pytest.raises(CacheMismatchError, match=rf"begun with {field} = .*, this run has"):
-        store.is_sealed(begun, replace(plan.identity, **{field: value}))
+        ledger.is_sealed(begun, replace(plan.identity, **{field: value}))
 
 
 def test_a_field_deep_inside_is_named_with_its_path(begun, plan):
     other = replace(plan.identity, target={**plan.identity.target, "dtype": "bfloat16"})
     told = r"target\.dtype = float32, this run has bfloat16"
     with pytest.raises(CacheMismatchError, match=told):
-        store.is_sealed(begun, other)
+        ledger.is_sealed(begun, other)
 
 
 # --- damage -------------------------------------------------------------------------------------
@@ -446,7 +448,7 @@ def test_a_field_deep_inside_is_named_with_its_path(begun, plan):
 
 def test_a_half_built_cache_is_refused_with_its_count(spoilt):
     (spoilt / "manifest.json").unlink()
-    record = store.read_record(spoilt / "commits" / "u000001.json")
+    record = ledger.read_record(spoilt / "commits" / "u000001.json")
     (spoilt / "commits" / "u000001.json").unlink()
     told = rf"not complete \({6 - len(record.sample_ids)} of 6 samples\); run the same"
     with pytest.raises(CacheError, match=told):
@@ -457,7 +459,7 @@ ARRAYS = ("hidden/0/c/0/0", "input_ids/c/0", "loss_mask/c/0")
 
 
 def first_file(root: Path, name: str) -> Path:
-    return root / store.read_record(root / "commits" / "u000000.json").folder / name
+    return root / ledger.read_record(root / "commits" / "u000000.json").folder / name
 
 
 @pytest.mark.parametrize("name", [*ARRAYS, "hidden/0/zarr.json"])

@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,18 @@ from transformers import (
 
 from dflash_cache.errors import ConfigError, TargetError
 from dflash_cache.schema import TokenizerSpec
+from dflash_cache.survey import refuse_scalings, survey_target
 from dflash_cache.target import (
     Target,
     checked_layer_ids,
-    choose_mask_token,
     default_layer_ids,
-    describe_tokenizer,
     load_target,
     pick_device,
+)
+from dflash_cache.vocabulary import (
+    choose_mask_token,
+    describe_tokenizer,
     refuse_bad_mask_token,
-    refuse_scalings,
     special_ids,
 )
 
@@ -186,6 +189,11 @@ def test_the_default_layers_are_those_of_published_drafters(num_layers, count, w
     assert default_layer_ids(num_layers, count) == [int(i) for i in wanted.split()]
 
 
+def test_halves_round_to_the_even_layer_as_the_reference_does():
+    assert default_layer_ids(30, 5) == [1, 8, 14, 20, 27]  # 7.5 and 20.5 lie between two
+    assert default_layer_ids(10, 5) == [1, 2, 4, 6, 7]
+
+
 @pytest.mark.parametrize("num_layers", range(1, 40))
 def test_default_layers_increase_and_exist_or_are_refused(num_layers):
     for count in range(1, 10):
@@ -274,7 +282,7 @@ def test_truncated_weights_are_refused(copy_of_tiny, size):
 
 def test_a_folder_without_weights_is_refused(copy_of_tiny):
     (copy_of_tiny / "model.safetensors").unlink()
-    with pytest.raises(TargetError, match="cannot be loaded"):
+    with pytest.raises(TargetError, match="is the folder complete"):
         load(copy_of_tiny)
 
 
@@ -429,7 +437,7 @@ def test_a_mask_token_that_text_never_produces_is_taken(wanted):
 
 
 def describe(tokenizer, *, seen: dict[int, int], rows: int = 310, **more) -> TokenizerSpec:
-    options = {"generation_eos": None, "mask_token_id": None, **more}
+    options = {"stop_ids": [tokenizer.eos_token_id], "mask_token_id": None, **more}
     return describe_tokenizer(tokenizer, embedding_rows=rows, seen=seen, **options)
 
 
@@ -439,14 +447,24 @@ def test_only_special_tokens_without_a_job_and_outside_the_data_are_unused(tiny)
     assert {spare, tokenizer.pad_token_id, tokenizer.eos_token_id} < set(special_ids(tokenizer))
     assert describe(tokenizer, seen={}).unused_special_ids == [spare]
     assert describe(tokenizer, seen={spare: 1}).unused_special_ids == []
-    assert describe(tokenizer, seen={}, generation_eos=[spare]).unused_special_ids == []
+    assert describe(tokenizer, seen={}, stop_ids=[spare]).unused_special_ids == []
 
 
-def test_end_tokens_of_the_generation_config_count_too(tiny):
-    own = tiny.tokenizer.eos_token_id
-    assert describe(tiny.tokenizer, seen={}).eos_token_ids == [own]
-    assert describe(tiny.tokenizer, seen={}, generation_eos=7).eos_token_ids == sorted([own, 7])
-    assert describe(tiny.tokenizer, seen={}, generation_eos=[7, own]).eos_token_ids == [own, 7]
+@pytest.mark.parametrize(("ends", "told"), [(None, [2]), (7, [2, 7]), ([7, 2], [2, 7])])
+def test_end_tokens_of_the_generation_config_count_too(tiny_target, tmp_path, ends, told):
+    folder = Path(shutil.copytree(tiny_target, tmp_path / "target"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert survey_target(str(folder), dtype="float32").stop_ids == told
+    assert load_target(str(folder), dtype="float32", device="cpu").stop_ids == told
+
+
+def test_a_survey_equals_what_the_loaded_target_is(tiny_target):
+    survey = survey_target(str(tiny_target), dtype="float32")
+    loaded = load_target(str(tiny_target), dtype="float32", device="cpu")
+    assert survey.spec.weights_sha256 == ""
+    assert replace(survey.spec, weights_sha256=loaded.spec.weights_sha256) == loaded.spec
+    tied = loaded.head.data_ptr() == loaded.embedding.data_ptr()
+    assert (loaded.spec.tied_head, loaded.spec.vocab_size) == (tied, len(loaded.embedding))
 
 
 def test_a_tokenizer_with_a_mask_token_gives_its_own():

@@ -15,7 +15,7 @@ from dflash_cache.target import load_target
 from dflash_cli.main import main
 from dflash_fit import loop
 from dflash_fit.decode import greedy
-from dflash_fit.measure import load_prompts, stop_ids
+from dflash_fit.evaluate import load_prompts
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_plain_greedy_equals_the_generation_of_transformers(tiny_target, prompts
     target = load_target(str(tiny_target), dtype="float32", device="cpu")
     for prompt in load_prompts(str(prompts), target, limit=None):
         ids = torch.tensor(prompt)
-        ours = greedy(target, ids, max_new_tokens=24, stop_ids=stop_ids(target)).tokens
+        ours = greedy(target, ids, max_new_tokens=24, stop_ids=target.stop_ids).tokens
         theirs = target.model.generate(
             ids[None],
             attention_mask=torch.ones_like(ids)[None],

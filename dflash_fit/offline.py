@@ -1,0 +1,115 @@
+"""Offline acceptance: how long the drafter's drafts would be accepted on texts in the cache.
+
+Every supervised position is an anchor once; the chain of anchors is then walked per document.
+On text that the target wrote greedily this is exactly what speculative decoding commits.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from dflash_cache.reader import CacheReader
+from dflash_fit.acceptance import Chain, leading_true, summarize, supervised_spans, walk
+from dflash_fit.anchors import candidates, fixed
+from dflash_fit.batch import Batch, BatchShape
+from dflash_fit.drafter import DFlashDraftModel
+from dflash_fit.loader import fill_documents
+from dflash_fit.loss import block_targets
+from dflash_fit.packing import Pack, plan_epoch
+from dflash_fit.step import Frozen, run_blocks
+
+HEAD_ROWS = 4096  # rows that go through the head at once
+
+
+@torch.no_grad()
+def slots_right(
+    drafter: DFlashDraftModel, frozen: Frozen, batch: Batch, anchors: np.ndarray, *, group: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Per anchor and slot: was the argmax right, and did the slot count?  Both bool [n, B - 1].
+
+    `batch` is on the drafter's device; anchors go through in groups of one size.
+    """
+    context = drafter.context(batch.hidden, batch.position_ids)
+    none = torch.zeros(0, drafter.config.block_size - 1, dtype=torch.bool)
+    right, counted = [none], [none]
+    for begin in range(0, len(anchors), group):
+        positions, valid = fixed(anchors[begin : begin + group], count=group)
+        part = replace(
+            batch,
+            anchor_positions=torch.from_numpy(positions).to(batch.input_ids.device),
+            anchor_valid=torch.from_numpy(valid).to(batch.input_ids.device),
+        )
+        rows = run_blocks(drafter, frozen, part, context, slice(None))[:, 1:]
+        labels, counts = block_targets(part, block_size=drafter.config.block_size)
+        same = _argmax(rows.flatten(0, 1), frozen.head).view_as(labels) == labels
+        right.append((same & counts)[torch.from_numpy(valid)].cpu())
+        counted.append(counts[torch.from_numpy(valid)].cpu())
+    return torch.cat(right).numpy(), torch.cat(counted).numpy()
+
+
+def _argmax(rows: Tensor, head: Tensor) -> Tensor:
+    return torch.cat([F.linear(part, head).argmax(dim=-1) for part in torch.split(rows, HEAD_ROWS)])
+
+
+def choose_documents(
+    documents: Sequence[int], lengths: Sequence[int], *, max_tokens: int
+) -> list[int]:
+    """The first documents, in order of the cache, that have at most so many tokens together."""
+    chosen: list[int] = []
+    tokens = 0
+    for document in documents:
+        tokens += lengths[document]
+        if chosen and tokens > max_tokens:
+            break
+        chosen.append(document)
+    return chosen
+
+
+def offline_acceptance(
+    drafter: DFlashDraftModel,
+    frozen: Frozen,
+    reader: CacheReader,
+    documents: Sequence[int],
+    *,
+    shape: BatchShape,
+    device: torch.device,
+    anchor_group: int,
+) -> dict[str, Any]:
+    """Acceptance length of documents of a cache, and accuracy per slot over all positions."""
+    layer_ids = drafter.config.target_layer_ids
+    packs = plan_epoch(documents, reader.lengths, token_budget=shape.token_budget, seed=0, epoch=0)
+    chains: list[Chain] = []
+    right = np.zeros(shape.block_size - 1)
+    count = np.zeros(shape.block_size - 1)
+    host = Batch.empty(shape, device=torch.device("cpu"))
+    for pack in tqdm(packs, desc="measure", unit="pack", leave=False, disable=None):
+        fill_documents(host, reader, pack, layer_ids=layer_ids)
+        batch = host if device.type == "cpu" else Batch.empty(shape, device=device)
+        if batch is not host:
+            batch.copy_(host)
+        anchors = candidates(host.loss_mask.numpy(), host.document_ids.numpy())
+        same, counted = slots_right(drafter, frozen, batch, anchors, group=anchor_group)
+        right += same.sum(axis=0)
+        count += counted.sum(axis=0)
+        chains += document_chains(host, pack, anchors, leading_true(same))
+    return {
+        **summarize(chains, block_size=shape.block_size),
+        "slot_accuracy": (right / np.maximum(count, 1)).tolist(),
+        "documents": len(chains),
+    }
+
+
+def document_chains(
+    batch: Batch, pack: Pack, anchors: np.ndarray, accepted: np.ndarray
+) -> Iterator[Chain]:
+    """One chain per document of a pack; `accepted[i]` belongs to the block at `anchors[i]`."""
+    at = dict(zip(anchors.tolist(), accepted.tolist(), strict=True))
+    ids, mask = batch.document_ids.numpy(), batch.loss_mask.numpy()
+    for number in range(len(pack.documents)):
+        yield walk(at.__getitem__, supervised_spans(mask & (ids == number)))
