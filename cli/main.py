@@ -37,11 +37,11 @@ def cache_build(dry_run: bool, as_json: bool, **typed: Any) -> None:
     The same command again continues where it stopped, or says that the cache is complete.
     """
     config = make_config(BuildConfig, typed)
-    from dflash_cache import build, describe
+    from dflash_cache import build, describe, plan
 
     quiet_libraries()
     if dry_run:
-        show(describe.describe_plan(build.plan_only(config)), as_json=as_json)
+        show(describe.describe_plan(plan.plan_only(config)), as_json=as_json)
         return
     build.build_cache(config)
     show(describe.describe_cache(config.out), as_json=as_json)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cache import ledger
-from dflash_cache.build import Plan
+from dflash_cache.plan import Plan
 from dflash_cache.schema import bytes_per_token
 
 

@@ -123,9 +123,11 @@ def refuse_other_mathematics(*places: Mapping[str, Any], where: str) -> None:
     """Refuse, by name, what this drafter does not compute."""
     for place in places:
         for key in OTHER_MATHEMATICS:
-            if place.get(key) not in (None, False, 1, 1.0):
+            setting = place.get(key)
+            # A factor of 1 does nothing; True equals 1 and does something.
+            if setting is True or setting not in (None, False, 1):
                 raise DrafterError(
-                    f"{where}: {key} = {place[key]}; a drafter with it is of a kind that this "
+                    f"{where}: {key} = {setting}; a drafter with it is of a kind that this "
                     "version does not compute"
                 )
 

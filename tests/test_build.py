@@ -1,6 +1,8 @@
 """Crashes do not matter, running again does not matter, and nothing starts that cannot end."""
 
+import builtins
 import errno
+import io
 import json
 import os
 import shutil
@@ -15,10 +17,11 @@ from faults import STEPS, every_failure
 from transformers import LlamaForCausalLM
 
 from dflash_cache import build, ledger
-from dflash_cache.build import build_cache, plan_only
+from dflash_cache.build import build_cache
 from dflash_cache.config import BuildConfig
 from dflash_cache.describe import describe_cache, describe_plan
 from dflash_cache.errors import CacheError, CacheMismatchError, ConfigError, DiskFullError
+from dflash_cache.plan import plan_only
 from dflash_cache.reader import CacheReader
 from dflash_cache.schema import Manifest
 from dflash_cache.target import load_target
@@ -97,7 +100,7 @@ def snapshot(root: Path) -> dict[str, tuple]:
 @pytest.fixture
 def one_plan(monkeypatch, one_load, small):
     """Tokenise once for many builds of the same data."""
-    plan = build.plan_only(small())
+    plan = plan_only(small())
     monkeypatch.setattr(build, "make_plan", lambda *_: plan)
 
 
@@ -126,6 +129,22 @@ def test_whatever_step_fails_the_next_run_ends_with_the_same_bits(small, tmp_pat
     # The failures struck before, between and after the units, and (in the last flush) the seal.
     assert set(before) == {(0, False), (1, False), (2, False)} | ({(2, True)} - {(2, dead)})
     assert before.total() > 25
+
+
+def test_no_file_is_ever_written_under_its_own_name(small, one_load, monkeypatch):
+    """Half a file can only ever be a leftover, which nobody reads."""
+    config, opened, real = small(), [], io.open
+
+    def recorded(file, mode="r", *args, **options):
+        if set(mode) & set("wax+") and str(file).startswith(str(config.out)):
+            opened.append(Path(file).name)
+        return real(file, mode, *args, **options)
+
+    monkeypatch.setattr(io, "open", recorded)
+    monkeypatch.setattr(builtins, "open", recorded)
+    build_cache(config)
+    assert len(opened) > 15
+    assert [name for name in opened if not name.endswith(".partial")] == []
 
 
 def test_a_failure_of_the_target_between_two_units_keeps_the_first(small, one_load, monkeypatch):

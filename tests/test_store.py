@@ -16,8 +16,9 @@ from transformers import LlamaForCausalLM
 
 from dflash_cache import ledger, store
 from dflash_cache.buckets import plan_batches
-from dflash_cache.build import Plan, build_cache, make_plan
+from dflash_cache.build import build_cache
 from dflash_cache.errors import CacheError, CacheMismatchError
+from dflash_cache.plan import Plan, make_plan
 from dflash_cache.reader import CacheReader, UnitReader
 from dflash_cache.samples import Sample
 from dflash_cache.schema import CHUNK_TOKENS, Identity, Manifest, UnitRecord
