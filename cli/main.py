@@ -3,6 +3,7 @@
 Stages are imported inside the commands: `dflash --help` must not wait for torch.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,12 @@ def export(as_json: bool, **typed: Any) -> None:
 
 def quiet_libraries() -> None:
     """Keep the progress bars and warnings of transformers and datasets off our output."""
+    import logging
+
     import transformers
 
+    # Not by importing `datasets`, which takes seconds and is seldom needed.
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -24,8 +24,10 @@ class IntList(click.ParamType[tuple[int, ...]]):
     name = "n,n,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        if isinstance(value, list | tuple):
-            return tuple(int(item) for item in value)
+        if isinstance(value, list):
+            if all(type(item) is int for item in value):
+                return tuple(value)
+            self.fail(f"{value!r}: want whole numbers", param, ctx)
         try:
             return tuple(int(item) for item in str(value).split(","))
         except ValueError:
@@ -38,6 +40,16 @@ CLICK_TYPES: dict[Any, Any] = {
     str: click.STRING,
     Path: click.Path(path_type=Path),
     tuple[int, ...]: IntList(),
+}
+
+
+# click converts what people type; a TOML value has its type already and must have the right one.
+TOML_TYPES: dict[Any, tuple[type, ...]] = {
+    int: (int,),
+    float: (float, int),
+    str: (str,),
+    Path: (str,),
+    tuple[int, ...]: (list, str),
 }
 
 
@@ -123,9 +135,12 @@ def _from_file(config_class: type, path: Path | None) -> dict[str, Any]:
         name = key.replace("-", "_")
         if name not in known:
             raise ConfigError(f"{path}: unknown option {key!r}; known are {sorted(known)}")
-        kind = CLICK_TYPES[plain_type(hints[name])]
+        wanted = plain_type(hints[name])
+        if type(value) not in TOML_TYPES[wanted]:
+            names = " or ".join(kind.__name__ for kind in TOML_TYPES[wanted])
+            raise ConfigError(f"{path}, {key}: found {value!r}, want {names}")
         try:
-            values[name] = kind.convert(value, None, None)
+            values[name] = CLICK_TYPES[wanted].convert(value, None, None)
         except click.UsageError as error:
             raise ConfigError(f"{path}, {key}: {error.format_message()}") from None
     return values

@@ -62,6 +62,7 @@ def prove(
     rows = _rows_for_proofs(plan.samples.samples, limit=config.batch_tokens)
     measured: dict[str, Any] = {
         "hooks_vs_hidden_states": proofs.prove_hooks(target, rows[0][None], layer_ids),
+        "frozen_vs_model": proofs.prove_frozen(target, rows[0][None, :64]),
         "padded_vs_alone": proofs.prove_padding(target, rows, layer_ids),
         "tolerance": proofs.TOLERANCE[target.spec.dtype],
     }

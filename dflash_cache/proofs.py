@@ -50,6 +50,25 @@ def prove_hooks(target: Target, input_ids: Tensor, layer_ids: Sequence[int]) -> 
     return worst
 
 
+def prove_frozen(target: Target, input_ids: Tensor) -> float:
+    """Embedding and head as plain matrices are all that stands between ids, states and logits.
+
+    Families scale, cap or add positions here under many names; a drafter on the plain matrices
+    would then learn and serve another model's words.
+    """
+    ids = input_ids.to(target.device)
+    entered = relative_error(target.all_hidden_states(ids)[0], target.embedding[ids])
+    plain = torch.nn.functional.linear(target.final_hidden(ids), target.head)
+    left = relative_error(plain, target.logits(ids))
+    for worst, what in ((entered, "embedding rows"), (left, "head times the final state")):
+        if worst > TOLERANCE[target.spec.dtype]:
+            raise ProofError(
+                f"{target.spec.name}: its {what} differ by {worst:.3g} (relative) from what the "
+                "model computes; it scales or adds something that drafters cannot repeat"
+            )
+    return max(entered, left)
+
+
 def prove_padding(target: Target, rows: Sequence[Tensor], layer_ids: Sequence[int]) -> float:
     """A row in a padded batch has the states that it has alone."""
     batch = pad_right(rows)

@@ -78,10 +78,13 @@ def write_unit(
     folder = Path("units") / f"bucket-{plan.bucket:04d}" / f"{plan.name}.{uuid4().hex[:8]}"
     total = int(starts[-1])
     hidden = np.zeros((len(identity.target_layer_ids), total, identity.hidden_size), np.uint16)
+    missing = set(range(len(samples)))
     for position, layers in states:
+        missing.discard(position)
         rows = slice(starts[position], starts[position] + lengths[position])
         for k, layer in enumerate(layers):
             hidden[k, rows] = layer.view(torch.uint16).numpy()
+    assert not missing, (plan.name, sorted(missing))
     try:
         _write_arrays(root / folder, identity.target_layer_ids, hidden, samples, starts)
         disk.fsync_tree(root / folder)

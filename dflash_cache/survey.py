@@ -4,6 +4,7 @@ Data and options are checked against this in seconds; a mistake in them must not
 that a large target takes to load.
 """
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -57,7 +58,7 @@ def survey_target(name: str, *, dtype: str) -> Survey:
     except Exception as error:  # transformers raises many kinds; all mean "cannot be loaded"
         raise TargetError(f"{name}: cannot be loaded ({first_line(error)})") from None
     find_layers(model)
-    spec = describe_target(name, model, dtype=dtype)
+    spec = describe_target(name, folder, model, dtype=dtype)
     return Survey(
         folder=folder, tokenizer=tokenizer, spec=spec, stop_ids=stop_ids(folder, tokenizer, model)
     )
@@ -74,7 +75,12 @@ def stop_ids(folder: Path, tokenizer: Any, model: Any) -> list[int]:
 
     own = model.generation_config
     if (folder / "generation_config.json").is_file():
-        own = GenerationConfig.from_pretrained(folder)
+        try:
+            own = GenerationConfig.from_pretrained(folder)
+        except (OSError, ValueError, TypeError) as error:
+            raise TargetError(
+                f"{folder}: generation_config.json cannot be read ({first_line(error)})"
+            ) from None
     wanted = [tokenizer.eos_token_id, getattr(own, "eos_token_id", None)]
     flat = [i for item in wanted for i in (item if isinstance(item, list) else [item])]
     return sorted({int(i) for i in flat if i is not None})
@@ -144,17 +150,22 @@ def refuse_scalings(model: Any) -> None:
         raise TargetError(f"{family}: its LM head is not a plain matrix without bias")
 
 
-def describe_target(name: str, model: Any, *, dtype: str) -> TargetSpec:
+def describe_target(name: str, folder: Path, model: Any, *, dtype: str) -> TargetSpec:
     """Identity and shapes of a target; its weights are not hashed yet."""
     config = model.config.get_text_config()
+    for wanted in ("num_attention_heads", "max_position_embeddings"):
+        if getattr(config, wanted, None) is None:
+            raise TargetError(
+                f"{type(model).__name__}: its config has no {wanted}; this family is not supported"
+            )
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
-    content = {k: v for k, v in model.config.to_dict().items() if k not in VOLATILE_CONFIG_KEYS}
+    rope = rope.get("full_attention", rope)  # some families have one base per kind of layer
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return TargetSpec(
         name=Path(name).name if Path(name).is_dir() else name,
         model_type=config.model_type,
-        config_sha256=sha256(canonical_json(_jsonable(content))).hexdigest(),
+        config_sha256=hash_config(folder),
         weights_sha256=NOT_HASHED,
         dtype=dtype,
         num_layers=config.num_hidden_layers,
@@ -171,6 +182,16 @@ def describe_target(name: str, model: Any, *, dtype: str) -> TargetSpec:
     )
 
 
+def hash_config(folder: Path) -> str:
+    """SHA-256 of config.json as it lies there, without keys that say nothing of the model.
+
+    Not of the loaded configuration: every version of the library fills in other defaults.
+    """
+    content = json.loads((folder / "config.json").read_bytes())
+    kept = {key: value for key, value in content.items() if key not in VOLATILE_CONFIG_KEYS}
+    return sha256(canonical_json(kept)).hexdigest()
+
+
 def hash_weights(folder: Path) -> str:
     """SHA-256 over the names and all bytes of the weight files."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
@@ -183,14 +204,6 @@ def hash_weights(folder: Path) -> str:
             while block := file.read(1 << 24):
                 digest.update(block)
     return digest.hexdigest()
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _jsonable(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(v) for v in value]
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
 
 
 def first_line(error: BaseException) -> str:

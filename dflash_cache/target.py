@@ -76,6 +76,13 @@ class Target:
         return states
 
     @torch.inference_mode()
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """What the whole model says [R, S, V], by its own way from states to logits."""
+        output = self.model(input_ids=input_ids.to(self.device), use_cache=False)
+        logits: Tensor = output.logits
+        return logits
+
+    @torch.inference_mode()
     def final_hidden(self, input_ids: Tensor) -> Tensor:
         """States [R, S, H] after the final norm: exactly what the head reads."""
         output = self.decoder(input_ids=input_ids.to(self.device), use_cache=False)
@@ -193,7 +200,7 @@ def load_weights(survey: Survey, *, device: str) -> Target:
         )
     model.to(on).eval().requires_grad_(False)
     decoder, layers = find_layers(model)
-    return Target(
+    target = Target(
         model=model,
         decoder=decoder,
         layers=layers,
@@ -202,3 +209,10 @@ def load_weights(survey: Survey, *, device: str) -> Target:
         stop_ids=survey.stop_ids,
         device=on,
     )
+    # The library unties a pair whose weights differ, whatever the config says.
+    if (target.head.data_ptr() == target.embedding.data_ptr()) != target.spec.tied_head:
+        raise TargetError(
+            f"{name}: config.json says tie_word_embeddings = {target.spec.tied_head}, the weights "
+            "say otherwise; correct config.json, or drafters would learn against a wrong head"
+        )
+    return target

@@ -10,11 +10,15 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
 import pytest
 import torch
 
 # Tiny shapes: a second thread costs more than it brings.
 torch.set_num_threads(1)
+# A busy machine is no failure.
+hypothesis.settings.register_profile("here", deadline=None)
+hypothesis.settings.load_profile("here")
 
 CHATML = (
     "{% for message in messages %}"

@@ -316,7 +316,7 @@ def test_info_of_a_damaged_cache_is_one_message(build, dflash, tmp_path, name, t
         (b"unit_tokens = ", "not TOML"),
         (b"\xff", "cannot be read"),
         (b"colour = 'red'", "unknown option 'colour'"),
-        (b"unit-tokens = 'many'", "'many' is not a valid integer"),
+        (b"unit-tokens = 'many'", "found 'many', want int"),
         (b"target-dtype = 'float16'", "want bfloat16 or float32"),
     ],
 )

@@ -82,8 +82,17 @@ def test_what_is_typed_wins_over_the_file_and_the_file_over_the_default(tmp_path
     [
         ("learning_rate = 1.0", "unknown option 'learning_rate'"),
         ("lr = [", "not TOML"),
-        ('num_layers = "many"', "num_layers"),
+        ('num_layers = "many"', "found 'many', want int"),
         ("target_layers = 'a,b'", "target_layers"),
+        ('target_layers = ["a"]', "want whole numbers"),
+        ("target_layers = [1.5]", "want whole numbers"),
+        ("target_layers = [true]", "want whole numbers"),
+        ("target_layers = 1", "found 1, want list or str"),
+        ("num_layers = true", "found True, want int"),
+        ("num_layers = 1.5", "found 1.5, want int"),
+        ("num_layers = [1]", r"found \[1\], want int"),
+        ("out = 5", "found 5, want str"),
+        ("precision = 16", "found 16, want str"),
     ],
 )
 def test_a_wrong_config_file_is_refused_with_its_name(tmp_path, text, message):

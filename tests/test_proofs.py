@@ -88,7 +88,22 @@ class Zeros(Target):
         return [torch.zeros_like(s) for s in super().hidden_states(input_ids, layer_ids)]
 
     def all_hidden_states(self, input_ids):
-        return tuple(torch.zeros_like(s) for s in super().all_hidden_states(input_ids))
+        first, *states = super().all_hidden_states(input_ids)
+        return first, *(torch.zeros_like(s) for s in states)
+
+
+class OneZeroState(Target):
+    """One token of the last layer is zero, and the library agrees."""
+
+    def hidden_states(self, input_ids, layer_ids):
+        states = [s.clone() for s in super().hidden_states(input_ids, layer_ids)]
+        states[-1][:, 3] = 0
+        return states
+
+    def all_hidden_states(self, input_ids):
+        states = [s.clone() for s in super().all_hidden_states(input_ids)]
+        states[LAYERS[-1] + 1][:, 3] = 0
+        return tuple(states)
 
 
 class Constant(Target):
@@ -303,6 +318,7 @@ def test_nothing_to_measure_on_is_no_agreement_and_not_one_of_0():
         LeftPadding,
         OneNaN,
         Zeros,
+        OneZeroState,
         Constant,
     ],
 )
@@ -348,7 +364,8 @@ def test_a_resumed_build_with_other_arithmetic_stops(tmp_path, tiny_target, targ
             return [1.01 * states for states in super().hidden_states(input_ids, layer_ids)]
 
         def all_hidden_states(self, input_ids):
-            return tuple(1.01 * states for states in super().all_hidden_states(input_ids))
+            first, *states = super().all_hidden_states(input_ids)
+            return first, *(1.01 * state for state in states)
 
     monkeypatch.setattr(build, "load_weights", lambda *_, **__: spoil(target, Louder))
     with pytest.raises(ProofError, match=r"differ by 0\.0\d+ .* already in the cache"):
@@ -369,3 +386,35 @@ def test_samples_for_the_proofs_fit_a_batch_and_are_of_unlike_length():
     samples = [replace(sample_of("0" * n + "11"), sample_id=n) for n in (300, 5, 80, 40, 2000)]
     chosen = build._rows_for_proofs(samples, limit=600)
     assert [len(row) for row in chosen] == [82, 200, 7]
+
+
+# --- embedding and head -------------------------------------------------------------------------
+
+
+class ScaledEmbedding(torch.nn.Module):
+    """An embedding that a family multiplies under a name that we do not know."""
+
+    def __init__(self, inner: torch.nn.Embedding) -> None:
+        super().__init__()
+        self.weight, self.inner = inner.weight, inner
+
+    def forward(self, ids):
+        return self.inner(ids) * 1.5
+
+
+def test_plain_embedding_and_head_are_what_the_model_uses(target):
+    assert proofs.prove_frozen(target, torch.arange(8, 40)[None]) < 1e-5
+
+
+def test_an_embedding_that_is_scaled_under_any_name_fails(tiny_target):
+    scaled = load_target(str(tiny_target), dtype="float32", device="cpu")
+    scaled.decoder.embed_tokens = ScaledEmbedding(scaled.decoder.embed_tokens)
+    with pytest.raises(ProofError, match="embedding rows differ"):
+        proofs.prove_frozen(scaled, torch.arange(8, 40)[None])
+
+
+def test_logits_that_are_capped_under_any_name_fail(tiny_target):
+    capped = load_target(str(tiny_target), dtype="float32", device="cpu")
+    capped.model.lm_head.register_forward_hook(lambda module, inputs, out: torch.tanh(out))
+    with pytest.raises(ProofError, match="head times the final state differ"):
+        proofs.prove_frozen(capped, torch.arange(8, 40)[None])

@@ -318,6 +318,31 @@ def test_a_unit_whose_states_fail_leaves_no_attempt(begun, plan):
     assert ledger.committed_units(begun, fingerprint=plan.identity.fingerprint) == {}
 
 
+def test_a_unit_whose_writing_fails_leaves_no_attempt(begun, plan, monkeypatch):
+    real, written = store._write_array, []
+
+    def fails_at_the_third(*args):
+        written.append(args)
+        if len(written) == 3:
+            raise OSError("input/output error")
+        return real(*args)
+
+    monkeypatch.setattr(store, "_write_array", fails_at_the_third)
+    with pytest.raises(OSError, match="input/output error"):
+        write_first_unit(begun, plan, value=1.0)
+    assert attempts(begun) == []
+
+
+def test_chunks_of_zeros_are_stored_like_all_others(tmp_path, plan):
+    """A chunk that is not there must mean damage, never zeros."""
+    sizes = []
+    for value in (0.0, 1.0):
+        root = tmp_path / f"{value}"
+        ledger.begin(root, plan.identity)
+        sizes.append(write_first_unit(root, plan, value=value).files)
+    assert sizes[0] == sizes[1]
+
+
 def test_a_record_appears_only_when_all_that_it_names_is_durable(begun, plan, monkeypatch):
     """Every file of the attempt and every folder down to it is flushed before the link."""
     flushed: list[Path] = []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_tokenizer, save_tiny_target
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,7 +19,7 @@ from transformers import (
 
 from dflash_cache.errors import ConfigError, TargetError
 from dflash_cache.schema import TokenizerSpec
-from dflash_cache.survey import refuse_scalings, survey_target
+from dflash_cache.survey import Survey, refuse_scalings, survey_target
 from dflash_cache.target import (
     Target,
     checked_layer_ids,
@@ -248,16 +249,37 @@ def test_a_scaling_that_scales_nothing_is_not_refused():
         refuse_scalings(AutoModelForCausalLM.from_config(config_of("granite")))
 
 
-def test_loading_refuses_scalings_too(tmp_path):
+def test_scalings_are_refused_before_any_weight_is_read(tmp_path):
     save_model(tmp_path, "granite", logits_scaling=8.0)
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(TargetError, match="GraniteForCausalLM: logits_scaling"):
-        load(tmp_path)
+        survey_target(str(tmp_path), dtype="float32")
 
 
 def test_a_family_without_a_list_of_decoder_layers_is_refused(tmp_path):
     save_model(tmp_path, "gpt2", n_embd=32, n_head=4)
     with pytest.raises(TargetError, match="GPT2LMHeadModel: found no list of 6 decoder layers"):
         load(tmp_path)
+
+
+def surveyed(folder: Path, config) -> Survey:
+    """A target of which there is all but the weights."""
+    config.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return survey_target(str(folder), dtype="float32")
+
+
+def test_a_family_without_attention_heads_is_refused(tmp_path):
+    config = AutoConfig.for_model("mamba", vocab_size=310, hidden_size=32, num_hidden_layers=2)
+    with pytest.raises(TargetError, match="its config has no num_attention_heads"):
+        surveyed(tmp_path, config)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_generation_config_that_is_none_is_refused(copy_of_tiny, text):
+    (copy_of_tiny / "generation_config.json").write_text(text)
+    with pytest.raises(TargetError, match=r"generation_config\.json cannot be read"):
+        load(copy_of_tiny)
 
 
 def test_missing_weights_are_refused_by_name(copy_of_tiny):
@@ -346,6 +368,11 @@ def test_the_identity_is_of_the_content_and_not_of_the_folder(tiny, copy_of_tiny
     assert copied["name"] == "copy"
 
 
+def test_who_wrote_the_config_is_no_part_of_the_identity(tiny, copy_of_tiny):
+    change_config(copy_of_tiny, transformers_version="0.1", _name_or_path="/somewhere")
+    assert load(copy_of_tiny).spec.config_sha256 == tiny.spec.config_sha256
+
+
 def test_one_other_weight_is_another_identity(tiny, copy_of_tiny):
     model = LlamaForCausalLM.from_pretrained(copy_of_tiny, dtype=torch.float32)
     with torch.no_grad():
@@ -356,11 +383,36 @@ def test_one_other_weight_is_another_identity(tiny, copy_of_tiny):
     assert found.config_sha256 == tiny.spec.config_sha256
 
 
+@pytest.mark.parametrize(
+    ("family", "theta"), [("llama", 10_000), ("olmo3", 500_000), ("smollm3", 2_000_000)]
+)
+def test_the_rope_base_is_the_one_of_full_attention_layers(tmp_path, family, theta):
+    survey = surveyed(tmp_path, config_of(family, pad_token_id=0))
+    assert survey.spec.rope_theta == theta
+
+
 def test_another_rope_base_is_another_identity(tiny, copy_of_tiny):
     change_config(copy_of_tiny, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     found = load(copy_of_tiny).spec
     assert found.config_sha256 != tiny.spec.config_sha256
     assert found.rope_theta == 5e5
+
+
+def test_a_head_that_the_config_calls_tied_and_the_weights_do_not_is_refused(copy_of_tiny):
+    path = copy_of_tiny / "model.safetensors"
+    weights = load_file(path)
+    weights["lm_head.weight"] = 2 * weights["model.embed_tokens.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(TargetError, match="says tie_word_embeddings = True, the weights say"):
+        load(copy_of_tiny)
+
+
+def test_a_tied_head_that_is_stored_twice_is_tied(copy_of_tiny):
+    path = copy_of_tiny / "model.safetensors"
+    weights = load_file(path)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, path, metadata={"format": "pt"})
+    assert load(copy_of_tiny).spec.tied_head
 
 
 @pytest.mark.parametrize("tied", [True, False])

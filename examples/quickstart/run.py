@@ -13,17 +13,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-DFLASH = Path(sys.executable).with_name("dflash")
+HERE = Path(__file__).parent
 
-CACHE_OPTIONS = ["--max-samples", "1000", "--batch-tokens", "2048", "--device", "cpu"]
+CACHE_OPTIONS = ["--max-samples", "900", "--batch-tokens", "2048"]
 FIT_OPTIONS = [
     *["--num-layers", "2", "--block-size", "4", "--gamma", "2", "--token-budget", "1024"],
     *["--anchors", "128", "--anchor-microbatch", "128", "--loss-chunk", "128"],
-    *["--epochs", "5", "--lr", "1e-3", "--beta2", "0.95", "--held-out", "0.03"],
-    *["--eval-every", "250", "--eval-tokens", "4000", "--device", "cpu"],
+    *["--epochs", "4", "--lr", "1e-3", "--beta2", "0.95", "--held-out", "0.03"],
+    *["--eval-every", "250", "--eval-tokens", "4000"],
 ]
-EVAL_OPTIONS = ["--max-new-tokens", "96", "--device", "cpu"]
+EVAL_OPTIONS = ["--max-new-tokens", "96"]
 PROMPTS = 8
 
 
@@ -31,10 +30,9 @@ def command(*words: str | Path) -> list[str]:
     return [str(word) for word in words]
 
 
-def run(words: list[str]) -> str:
+def run(words: list[str], *, shown: str) -> str:
     """Run a command, progress on the terminal; returns what it printed."""
-    shown = [Path(words[0]).name, *words[1:]]
-    print(f"\n$ {shlex.join(shown)}", flush=True)
+    print(f"\n$ {shown}", flush=True)
     began = time.monotonic()
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -46,35 +44,46 @@ def run(words: list[str]) -> str:
 
 def dflash(*words: str | Path) -> dict[str, Any]:
     """Run a `dflash` command and read its report."""
-    report: dict[str, Any] = json.loads(run(command(DFLASH, *words, "--json")))
+    typed = command(*words, "--json")
+    module = command(sys.executable, "-m", "dflash_cli")
+    report: dict[str, Any] = json.loads(
+        run([*module, *typed], shown=shlex.join(["dflash", *typed]))
+    )
     return report
 
 
-def quickstart(work: Path) -> list[tuple[str, str, str, str]]:
-    """All steps; returns the rows of the table."""
+def fetch_target(target: Path) -> None:
+    words = command(HERE / "fetch_target.py", "--out", target)
+    print(run([sys.executable, *words], shown=shlex.join(["python", *words])).strip())
+
+
+def quickstart(work: Path, device: str) -> bool:
+    """All steps and the table; False when real decoding was not identical to greedy."""
     target, cache = work / "SmolLM2-135M-Instruct", work / "cache"
     prompts = HERE / "heldout_prompts.jsonl"
-    print(run(command(sys.executable, HERE / "fetch_target.py", "--out", target)).strip())
+    fetch_target(target)
+    on = ["--device", device]
     data = ["--target", target, "--data", HERE / "train.jsonl", "--out", cache]
-    dflash("cache", "build", *data, *CACHE_OPTIONS)
+    dflash("cache", "build", *data, *CACHE_OPTIONS, *on)
 
     def fit(out: Path, *more: str) -> dict[str, Any]:
-        return dflash("fit", "--cache", cache, "--out", out, *FIT_OPTIONS, *more)
+        return dflash("fit", "--cache", cache, "--out", out, *FIT_OPTIONS, *on, *more)
 
     def decode(drafter: Path, limit: int) -> dict[str, Any]:
         with_target = ["--target", target, "--prompts", prompts, "--max-prompts", str(limit)]
-        return dflash("eval", "--drafter", drafter, *with_target, *EVAL_OPTIONS)
+        return dflash("eval", "--drafter", drafter, *with_target, *EVAL_OPTIONS, *on)
 
     untrained_run, trained_run = work / "untrained", work / "run"
     untrained = fit(untrained_run, "--max-steps", "0")
     untrained_decoded = decode(untrained_run, 2)
     trained = fit(trained_run)
-    offline = dflash("eval", "--drafter", trained_run, "--cache", cache, "--max-tokens", "4000")
+    held_out = ["--cache", cache, "--max-tokens", "4000"]
+    offline = dflash("eval", "--drafter", trained_run, *held_out, *on)
     decoded = decode(trained_run, PROMPTS)
     export = work / f"drafter-step-{trained['best_step']}"
     if not export.exists():
         dflash("export", trained_run, "--out", export)
-    return [
+    table = [
         row("untrained drafter", untrained["acceptance_length"], untrained_decoded),
         ("prompt lookup (3-gram)", "-", "-", number(decoded["prompt_lookup"])),
         row("trained drafter", offline["acceptance_length"], decoded),
@@ -83,8 +92,18 @@ def quickstart(work: Path) -> list[tuple[str, str, str, str]]:
         ("", "", "", ""),
         ("identical to plain greedy", "", "", yes(decoded["identical_to_greedy"])),
         ("answers that loop", "", "", f"{decoded['looping']:.0%}"),
-        ("exported drafter", str(export), "", ""),
     ]
+    show(table)
+    print(f"\nexported drafter: {export}")
+    return bool(decoded["identical_to_greedy"] and untrained_decoded["identical_to_greedy"])
+
+
+def show(table: list[tuple[str, str, str, str]]) -> None:
+    head = ("acceptance length", "held-out samples", "decoded texts", "real decoding")
+    under = ("", "offline", "offline", f"{PROMPTS} held-out prompts")
+    print()
+    for line in [head, under, *table]:
+        print(f"{line[0]:<28} {line[1]:>18} {line[2]:>16} {line[3]:>20}".rstrip())
 
 
 def row(name: str, held_out: float, decoded: dict[str, Any]) -> tuple[str, str, str, str]:
@@ -102,16 +121,13 @@ def yes(value: bool) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="where everything goes")
+    parser.add_argument("--work", type=Path, default=HERE / "work", help="working folder")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    options = parser.parse_args()
     began = time.monotonic()
-    rows = quickstart(parser.parse_args().work)
-    head = ("acceptance length", "held-out samples", "decoded texts", "real decoding")
-    under = ("", "offline", "offline", f"{PROMPTS} held-out prompts")
-    print()
-    for line in [head, under, *rows]:
-        print(f"{line[0]:<28} {line[1]:>18} {line[2]:>16} {line[3]:>20}".rstrip())
-    print(f"\ndone in {(time.monotonic() - began) / 60:.1f} minutes")
-    return 0
+    identical = quickstart(options.work, options.device)
+    print(f"done in {(time.monotonic() - began) / 60:.1f} minutes")
+    return 0 if identical else 1
 
 
 if __name__ == "__main__":
