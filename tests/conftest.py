@@ -20,6 +20,15 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("here", deadline=None)
 hypothesis.settings.load_profile("here")
 
+
+def pytest_collection_modifyitems(items):
+    """Tests that need a GPU are skipped, with the reason, where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"

@@ -333,9 +333,9 @@ def test_an_options_file_that_is_not_there_is_one_message(build, tmp_path):
 
 
 def test_the_installed_command_says_it_on_stderr_and_exits_1(tmp_path):
-    command = Path(sys.executable).with_name("dflash")
+    command = [sys.executable, "-m", "dflash_cli"]
     result = subprocess.run(
-        [command, "cache", "info", tmp_path / "nothing", "--json"],
+        [*command, "cache", "info", tmp_path / "nothing", "--json"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONWARNINGS": "error"},

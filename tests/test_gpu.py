@@ -1,0 +1,63 @@
+"""The same results on a GPU as on the CPU, which the other tests check against oracles."""
+
+import pytest
+import torch
+from conftest import tiny_build
+from test_loop import losses, tiny_fit
+
+from dflash_cache.build import build_cache
+from dflash_cache.reader import CacheReader
+from dflash_fit import loop
+from dflash_fit.config import EvalConfig
+from dflash_fit.evaluate import evaluate_drafter
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_run_on_the_gpu_follows_the_run_on_the_cpu(tiny_cache, tmp_path):
+    for device in ("cpu", "cuda"):
+        loop.fit(tiny_fit(tiny_cache, tmp_path / device, device=device))
+    found, wanted = losses(tmp_path / "cuda"), losses(tmp_path / "cpu")
+    assert [step for step, _, _ in found] == [step for step, _, _ in wanted]
+    for (_, loss, norm), (_, cpu_loss, cpu_norm) in zip(found, wanted, strict=True):
+        assert loss == pytest.approx(cpu_loss, rel=1e-3)
+        assert norm == pytest.approx(cpu_norm, rel=1e-2)
+
+
+def test_a_run_in_bf16_goes_on_where_it_stopped(tiny_cache, tmp_path):
+    config = tiny_fit(tiny_cache, tmp_path / "run", device="cuda", precision="bf16")
+    assert not loop.fit(config, stop=lambda step: step == 4)["finished"]
+    assert loop.fit(config)["finished"]
+    found = [loss for _, loss, _ in losses(tmp_path / "run")]
+    assert len(found) == 10
+    assert max(found[5:]) < found[0]
+
+
+def test_a_cache_built_on_the_gpu_holds_the_states_of_the_cpu(
+    tiny_cache, tiny_target, tiny_data, tmp_path
+):
+    build_cache(tiny_build(tiny_target, tiny_data, tmp_path / "cache", device="cuda"))
+    there, here = CacheReader(tmp_path / "cache"), CacheReader(tiny_cache)
+    assert there.identity == here.identity
+    layer_ids = here.identity.target_layer_ids
+    for index in range(len(here.located)):
+        torch.testing.assert_close(
+            there.hidden(index, layer_ids), here.hidden(index, layer_ids), rtol=0.02, atol=0.02
+        )
+
+
+def test_decoding_on_the_gpu_is_identical_to_greedy(tiny_cache, tiny_target, tmp_path):
+    from conftest import chat_rows, write_jsonl
+
+    loop.fit(tiny_fit(tiny_cache, tmp_path / "run", device="cuda", max_steps=30, epochs=20))
+    report = evaluate_drafter(
+        EvalConfig(
+            drafter=tmp_path / "run",
+            target=str(tiny_target),
+            prompts=str(write_jsonl(tmp_path / "prompts.jsonl", chat_rows(3, seed=4))),
+            max_new_tokens=32,
+            device="cuda",
+        )
+    )
+    assert report["identical_to_greedy"] is True
+    assert report["acceptance_length"] == pytest.approx(report["offline_acceptance_length"])
