@@ -13,6 +13,9 @@ from jinja2 import TemplateError
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+# Templates raise for roles or orders that they do not know, each in its own way.
+TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError, ValueError, ArithmeticError)
+
 Message = dict[str, Any]
 TokensAndMask = tuple[np.ndarray, np.ndarray]
 
@@ -31,9 +34,19 @@ def encode_chat(
         if GENERATION_TAG.search(tokenizer.get_chat_template(tools=tools)):
             return _encode_tagged(tokenizer, messages, tools)
         return _encode_by_prefixes(tokenizer, messages, tools)
-    except (TemplateError, TypeError, LookupError, ValueError, ArithmeticError) as error:
-        # Templates raise for roles or orders that they do not know.
+    except TEMPLATE_ERRORS as error:
         raise SkipRow(f"refused by the chat template ({type(error).__name__})") from error
+
+
+def encode_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
+    """Token ids of what a server sends for these messages: rendered up to the answer."""
+    if tokenizer.chat_template is None:
+        raise SkipRow("the tokenizer has no chat template")
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TEMPLATE_ERRORS as error:
+        raise SkipRow(f"refused by the chat template ({type(error).__name__})") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def encode_text(tokenizer: Any, text: str) -> TokensAndMask:

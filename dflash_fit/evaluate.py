@@ -1,15 +1,17 @@
 """`dflash eval`: load a drafter, refuse one that does not fit, and report what it is worth."""
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from dflash_cache.chat import SkipRow, encode_prompt
 from dflash_cache.errors import CacheMismatchError, DataError
 from dflash_cache.reader import CacheReader
-from dflash_cache.rows import iter_rows
+from dflash_cache.rows import Row, iter_rows
 from dflash_cache.samples import messages_of
 from dflash_cache.target import DTYPES, Target, load_target, pick_device
 from dflash_fit.acceptance import (
@@ -193,26 +195,30 @@ def offline_chain(
 
 
 def load_prompts(source: str, target: Target, *, limit: int | None) -> list[list[int]]:
-    """Prompts as token ids, rendered by the target's template with the generation prompt."""
+    """Prompts as token ids, rendered by the target's template up to the answer."""
     prompts: list[list[int]] = []
-    for number, row in enumerate(iter_rows(source, split="train"), start=1):
-        if limit is not None and len(prompts) >= limit:
-            break
-        if isinstance(row.get("prompt"), str):
-            turns = [{"role": "user", "content": row["prompt"]}]
-        elif "messages" in row or "conversations" in row:
-            turns = messages_of(row)
-            answered = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
-            turns = turns[: answered[0]] if answered else turns
-        else:
-            raise DataError(f"{source}, row {number}: want `messages` or `prompt`")
-        text = target.tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True
-        )
-        prompts.append(list(target.tokenizer(text, add_special_tokens=False)["input_ids"]))
+    for number, row in enumerate(islice(iter_rows(source, split="train"), limit), start=1):
+        try:
+            prompts.append(encode_prompt(target.tokenizer, prompt_of(row)))
+        except SkipRow as reason:
+            raise DataError(f"{source}, row {number}: {reason}; repair or remove it") from None
     if not prompts:
         raise DataError(f"{source}: holds no prompts")
     return prompts
+
+
+def prompt_of(row: Row) -> list[dict[str, Any]]:
+    """The turns of a row before the first answer."""
+    if isinstance(row.get("prompt"), str):
+        return [{"role": "user", "content": row["prompt"]}]
+    if not isinstance(row.get("messages", row.get("conversations")), list):
+        raise SkipRow("no messages, conversations or prompt")
+    turns = messages_of(row)
+    answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+    turns = turns[: answers[0]] if answers else turns
+    if not turns:
+        raise SkipRow("nothing comes before the first answer")
+    return turns
 
 
 def refuse_other_target(training: dict[str, Any], target: dict[str, Any], *, where: str) -> None:

@@ -63,14 +63,18 @@ def refuse_long_documents(reader: CacheReader, *, token_budget: int) -> None:
 def fill_documents(
     batch: Batch, reader: CacheReader, pack: Pack, *, layer_ids: Sequence[int]
 ) -> None:
-    """Read the documents of a pack into a host batch; the rest becomes padding."""
+    """Read the documents of a pack into a host batch; the rest becomes padding, zeros and all."""
     batch.document_ids.fill_(-1)
     batch.loss_mask.fill_(False)
     batch.input_ids.zero_()
     batch.position_ids.zero_()
     batch.document_starts.zero_()
+    end = 0
     for number, (document, start) in enumerate(zip(pack.documents, pack.starts, strict=True)):
         ids, mask = reader.tokens(document)
+        # Nobody looks at padding, but 0 * NaN from an earlier batch would still be NaN.
+        batch.hidden[:, end:start] = 0
+        end = start + len(ids)
         rows = slice(start, start + len(ids))
         batch.input_ids[rows] = torch.from_numpy(ids)
         batch.loss_mask[rows] = torch.from_numpy(mask)
@@ -79,6 +83,7 @@ def fill_documents(
         batch.document_starts[rows] = start
         for k, layer_id in enumerate(layer_ids):
             reader.read_hidden(document, layer_id, batch.hidden[k, rows])
+    batch.hidden[:, end:] = 0
 
 
 def fill_anchors(batch: Batch, rng: np.random.Generator) -> None:

@@ -317,6 +317,8 @@ def test_a_batch_holds_what_the_cache_holds_and_padding_is_marked(tiny_cache):
     reader = CacheReader(tiny_cache)
     run = loop.prepare(tiny_fit(tiny_cache, Path("unused")), reader)
     loader = Loader(run.source, Position(epoch=0, index=0), steps=3, pinned=False)
+    for buffer in loader.buffers:
+        buffer.hidden.fill_(float("nan"))  # what an earlier batch may have left
     layer_ids = run.drafter.config.target_layer_ids
     for number, (batch, _) in enumerate(loader):
         pack = run.source.plan(0)[number]
@@ -333,3 +335,4 @@ def test_a_batch_holds_what_the_cache_holds_and_padding_is_marked(tiny_cache):
             assert torch.equal(batch.hidden[:, rows], reader.hidden(document, layer_ids))
         assert (batch.document_ids[~covered] == -1).all()
         assert not batch.loss_mask[~covered].any()
+        assert (batch.hidden[:, ~covered] == 0).all()
