@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -196,7 +195,3 @@ def forget_metrics_after(run: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             continue
     disk.write_file(path, "".join(f"{line}\n" for line in kept).encode())
-
-
-def torch_dtype(precision: str) -> torch.dtype:
-    return torch.bfloat16 if precision == "bf16" else torch.float32

@@ -30,8 +30,8 @@ from dflash_fit.drafter import DFlashDraftModel
 from dflash_fit.errors import DrafterError
 from dflash_fit.export import read_drafter, read_training
 from dflash_fit.loader import split_documents
-from dflash_fit.loop import load_frozen
 from dflash_fit.offline import choose_documents, offline_acceptance, slots_right
+from dflash_fit.prepare import load_frozen
 from dflash_fit.step import Frozen
 
 ANCHOR_GROUP = 64

@@ -1,7 +1,4 @@
-"""Stage two as a paragraph: open the run, train pack by pack, measure, keep the best.
-
-Letters: K target layers, T token slots, A anchors, B block size.
-"""
+"""Stage two as a paragraph: open the run, train pack by pack, measure, keep the best."""
 
 import signal
 import sys
@@ -9,47 +6,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from dflash_cache.disk import full_disk_is_told
-from dflash_cache.errors import ConfigError
 from dflash_cache.reader import CacheReader
-from dflash_cache.schema import TokenizerSpec
-from dflash_cache.target import pick_device
-from dflash_cache.vocabulary import refuse_bad_mask_token
 from dflash_fit import checkpoint
-from dflash_fit.batch import Batch, BatchShape
+from dflash_fit.batch import Batch
 from dflash_fit.checkpoint import START, RunState
 from dflash_fit.config import FitConfig
-from dflash_fit.drafter import FULL, SLIDING, DFlashDraftModel, DrafterConfig
-from dflash_fit.errors import FitError
-from dflash_fit.loader import Loader, PackSource, refuse_long_documents, split_documents
-from dflash_fit.offline import choose_documents, offline_acceptance
-from dflash_fit.optim import AdamWConfig, FlatAdamW, learning_rate
-from dflash_fit.step import EagerStep, Frozen, StepConfig
+from dflash_fit.loader import Loader
+from dflash_fit.offline import offline_acceptance
+from dflash_fit.optim import learning_rate
+from dflash_fit.prepare import Run, prepare
 
 Stop = Callable[[int], bool]  # asked after every step
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """Everything that lives as long as the training does."""
-
-    config: FitConfig
-    reader: CacheReader
-    source: PackSource
-    held_out: list[int]
-    drafter: DFlashDraftModel
-    frozen: Frozen
-    optimizer: FlatAdamW
-    step: EagerStep
-    device: torch.device
-    steps: int
-    training: dict[str, Any]
 
 
 def fit(config: FitConfig, *, stop: Stop | None = None) -> dict[str, Any]:
@@ -58,8 +32,9 @@ def fit(config: FitConfig, *, stop: Stop | None = None) -> dict[str, Any]:
     `stop(step)` ends the run after a step as a signal would: saved, to be continued.
     """
     reader = CacheReader(config.cache)
-    checkpoint.open_run(config, fingerprint=reader.identity.fingerprint)
     run = prepare(config, reader)
+    # Only now: a run that could not be prepared leaves no folder behind.
+    checkpoint.open_run(config, fingerprint=reader.identity.fingerprint)
     with full_disk_is_told(config.out, "Earlier checkpoints are kept."), stop_signals() as asked:
         state = resume(run)
         if state.step == 0 and state.best_step is None:
@@ -76,136 +51,6 @@ def fit(config: FitConfig, *, stop: Stop | None = None) -> dict[str, Any]:
         "parameters": len(run.optimizer.master),
         "training_samples": len(run.source.documents),
         "held_out_samples": len(run.held_out),
-    }
-
-
-def prepare(config: FitConfig, reader: CacheReader) -> Run:
-    """Build drafter, optimizer, data and step; refuse what cannot work before anything runs."""
-    device = pick_device(config.device)
-    refuse_long_documents(reader, token_budget=config.token_budget)
-    training, held_out = split_documents(reader, held_out=config.held_out)
-    drafter_config = drafter_config_for(config, reader)
-    shape = BatchShape(
-        target_layers=len(drafter_config.target_layer_ids),
-        token_budget=config.token_budget,
-        hidden_size=drafter_config.hidden_size,
-        anchors=config.anchors,
-        block_size=config.block_size,
-    )
-    dtype = checkpoint.torch_dtype(config.precision)
-    drafter = DFlashDraftModel(drafter_config)
-    drafter.initialize(torch.Generator().manual_seed(config.seed))
-    drafter.to(device)
-    optimizer = FlatAdamW(
-        drafter,
-        AdamWConfig(
-            beta1=config.beta1,
-            beta2=config.beta2,
-            weight_decay=config.weight_decay,
-            clip=config.clip,
-        ),
-        dtype=dtype,
-    )
-    source = PackSource(
-        reader,
-        training,
-        layer_ids=drafter_config.target_layer_ids,
-        shape=shape,
-        seed=config.seed,
-    )
-    planned = source.steps(config.epochs)
-    frozen = load_frozen(reader, dtype=dtype, device=device)
-    step_config = StepConfig(
-        shape=shape,
-        gamma=config.decay_gamma,
-        anchor_microbatch=min(config.anchor_microbatch, config.anchors),
-        loss_chunk=config.loss_chunk,
-    )
-    return Run(
-        config=config,
-        reader=reader,
-        source=source,
-        held_out=choose_documents(held_out, reader.lengths, max_tokens=config.eval_tokens),
-        drafter=drafter,
-        frozen=frozen,
-        optimizer=optimizer,
-        step=EagerStep(drafter, frozen, optimizer, step_config),
-        device=device,
-        steps=planned if config.max_steps is None else min(planned, config.max_steps),
-        training=training_record(config, reader),
-    )
-
-
-def drafter_config_for(config: FitConfig, reader: CacheReader) -> DrafterConfig:
-    """The drafter's shape: what the options say, otherwise the target's."""
-    identity, target = reader.identity, reader.identity.target_spec
-    layer_ids = tuple(config.target_layers or identity.target_layer_ids)
-    absent = [i for i in layer_ids if i not in identity.target_layer_ids]
-    if absent:
-        raise FitError(
-            f"{config.cache}: holds target layers {identity.target_layer_ids}, not {absent}; "
-            "choose among them or rebuild the cache"
-        )
-    width = config.intermediate_size or target.intermediate_size
-    if width is None:
-        raise ConfigError("this target has no dense FFN to take the width of; give one with "
-                          "--intermediate-size")  # fmt: skip
-    kinds = [SLIDING if config.sliding_window else FULL] * (config.num_layers - 1) + [FULL]
-    return DrafterConfig(
-        hidden_size=identity.hidden_size,
-        intermediate_size=width,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads or target.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads or target.num_key_value_heads,
-        head_dim=config.head_dim or target.head_dim,
-        vocab_size=target.vocab_size,
-        num_target_layers=target.num_layers,
-        target_layer_ids=layer_ids,
-        block_size=config.block_size,
-        mask_token_id=mask_token_for(config, identity.tokenizer_spec, rows=target.vocab_size),
-        rope_theta=target.rope_theta,
-        rms_norm_eps=target.rms_norm_eps,
-        max_position_embeddings=target.max_position_embeddings,
-        layer_types=tuple(kinds),
-        sliding_window=config.sliding_window,
-    )
-
-
-def mask_token_for(config: FitConfig, tokenizer: TokenizerSpec, *, rows: int) -> int:
-    """The option, checked, or the cache's choice."""
-    if config.mask_token_id is not None:
-        refuse_bad_mask_token(tokenizer, config.mask_token_id, embedding_rows=rows)
-        return config.mask_token_id
-    if tokenizer.mask_token_id is None:
-        raise ConfigError(
-            f"{config.cache}: the tokenizer uses every row of the embedding, so no mask token is "
-            "safe by itself; name one with --mask-token-id"
-        )
-    return tokenizer.mask_token_id
-
-
-def load_frozen(reader: CacheReader, *, dtype: torch.dtype, device: torch.device) -> Frozen:
-    """Embedding and head on the device; a tied pair stays one tensor."""
-    embedding, head = reader.frozen()
-    tied = head is embedding
-    embedding = embedding.to(device, dtype)
-    return Frozen(embedding=embedding, head=embedding if tied else head.to(device, dtype))
-
-
-def training_record(config: FitConfig, reader: CacheReader) -> dict[str, Any]:
-    """What a drafter folder says about where it comes from."""
-    identity = reader.identity
-    return {
-        "cache_fingerprint": identity.fingerprint,
-        "target": identity.target["name"],
-        "target_config_sha256": identity.target["config_sha256"],
-        "target_weights_sha256": identity.target["weights_sha256"],
-        "tokenizer_sha256": identity.tokenizer["sha256"],
-        "chat_template_sha256": identity.tokenizer["chat_template_sha256"],
-        "data_sha256": identity.data_sha256,
-        "held_out": config.held_out,
-        "token_budget": config.token_budget,
-        "seed": config.seed,
     }
 
 

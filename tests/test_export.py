@@ -13,7 +13,7 @@ from test_loop import tiny_fit
 
 from dflash_cache.errors import ConfigError
 from dflash_cache.reader import CacheReader
-from dflash_fit import loop
+from dflash_fit import loop, prepare
 from dflash_fit.checkpoint import find_drafter
 from dflash_fit.drafter import DFlashDraftModel
 from dflash_fit.errors import DrafterError, RunFolderError
@@ -39,7 +39,7 @@ def one_block(folder: Path, cache: Path) -> torch.Tensor:
     from dflash_fit.decode import DraftSession
 
     reader = CacheReader(cache)
-    frozen = loop.load_frozen(reader, dtype=torch.float32, device=torch.device("cpu"))
+    frozen = prepare.load_frozen(reader, dtype=torch.float32, device=torch.device("cpu"))
     drafter = read_drafter(folder, dtype=torch.float32, device=torch.device("cpu"))
     session = DraftSession(drafter, frozen)
     session.extend(reader.hidden(0, drafter.config.target_layer_ids)[:, :20])

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from dflash_cache.errors import ConfigError, DiskFullError
 from dflash_cache.reader import CacheReader
-from dflash_fit import checkpoint, loop
+from dflash_fit import checkpoint, loop, prepare
 from dflash_fit.config import FitConfig
 from dflash_fit.errors import FitError, RunFolderError
 from dflash_fit.loader import Loader, PackSource, Position, split_documents
@@ -244,6 +244,8 @@ def test_a_document_longer_than_the_budget_is_refused_by_name(tiny_cache, tmp_pa
     longest = max(CacheReader(tiny_cache).located, key=lambda located: located.length)
     with pytest.raises(FitError, match=f"sample {longest.sample_id} has {longest.length} tokens"):
         loop.fit(tiny_fit(tiny_cache, tmp_path / "run", token_budget=longest.length - 1))
+    # The next try has other options; a folder would hold it to these.
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_share_that_leaves_nothing_to_measure_is_refused(tiny_cache, tmp_path):
@@ -302,7 +304,7 @@ def test_a_conversation_is_never_split_between_training_and_held_out(tiny_cache)
 
 def test_the_loader_gives_the_same_batches_from_any_position(tiny_cache):
     reader = CacheReader(tiny_cache)
-    run = loop.prepare(tiny_fit(tiny_cache, Path("unused")), reader)
+    run = prepare.prepare(tiny_fit(tiny_cache, Path("unused")), reader)
 
     def tokens(position: Position, steps: int) -> list[tuple[list[int], list[int]]]:
         loader = Loader(run.source, position, steps=steps, pinned=False)
@@ -315,7 +317,7 @@ def test_the_loader_gives_the_same_batches_from_any_position(tiny_cache):
 
 def test_a_batch_holds_what_the_cache_holds_and_padding_is_marked(tiny_cache):
     reader = CacheReader(tiny_cache)
-    run = loop.prepare(tiny_fit(tiny_cache, Path("unused")), reader)
+    run = prepare.prepare(tiny_fit(tiny_cache, Path("unused")), reader)
     loader = Loader(run.source, Position(epoch=0, index=0), steps=3, pinned=False)
     for buffer in loader.buffers:
         buffer.hidden.fill_(float("nan"))  # what an earlier batch may have left

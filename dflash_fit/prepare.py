@@ -1,0 +1,175 @@
+"""From options and a cache to everything that a run needs.  Refuses here what cannot work.
+
+Letters: K target layers, T token slots, A anchors, B block size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dflash_cache.errors import ConfigError
+from dflash_cache.reader import CacheReader
+from dflash_cache.schema import TokenizerSpec
+from dflash_cache.target import pick_device
+from dflash_cache.vocabulary import refuse_bad_mask_token
+from dflash_fit.batch import BatchShape
+from dflash_fit.config import FitConfig
+from dflash_fit.drafter import FULL, SLIDING, DFlashDraftModel, DrafterConfig
+from dflash_fit.errors import FitError
+from dflash_fit.loader import PackSource, refuse_long_documents, split_documents
+from dflash_fit.offline import choose_documents
+from dflash_fit.optim import AdamWConfig, FlatAdamW
+from dflash_fit.step import EagerStep, Frozen, StepConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that lives as long as the training does."""
+
+    config: FitConfig
+    reader: CacheReader
+    source: PackSource
+    held_out: list[int]
+    drafter: DFlashDraftModel
+    frozen: Frozen
+    optimizer: FlatAdamW
+    step: EagerStep
+    device: torch.device
+    steps: int
+    training: dict[str, Any]
+
+
+def prepare(config: FitConfig, reader: CacheReader) -> Run:
+    """Build drafter, optimizer, data and step; refuse what cannot work before anything runs."""
+    device = pick_device(config.device)
+    refuse_long_documents(reader, token_budget=config.token_budget)
+    training, held_out = split_documents(reader, held_out=config.held_out)
+    drafter_config = drafter_config_for(config, reader)
+    shape = BatchShape(
+        target_layers=len(drafter_config.target_layer_ids),
+        token_budget=config.token_budget,
+        hidden_size=drafter_config.hidden_size,
+        anchors=config.anchors,
+        block_size=config.block_size,
+    )
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    drafter = new_drafter(drafter_config, seed=config.seed, device=device)
+    optimizer = FlatAdamW(drafter, adamw_config(config), dtype=dtype)
+    source = PackSource(
+        reader,
+        training,
+        layer_ids=drafter_config.target_layer_ids,
+        shape=shape,
+        seed=config.seed,
+    )
+    planned = source.steps(config.epochs)
+    frozen = load_frozen(reader, dtype=dtype, device=device)
+    step_config = StepConfig(
+        shape=shape,
+        gamma=config.decay_gamma,
+        anchor_microbatch=min(config.anchor_microbatch, config.anchors),
+        loss_chunk=config.loss_chunk,
+    )
+    return Run(
+        config=config,
+        reader=reader,
+        source=source,
+        held_out=choose_documents(held_out, reader.lengths, max_tokens=config.eval_tokens),
+        drafter=drafter,
+        frozen=frozen,
+        optimizer=optimizer,
+        step=EagerStep(drafter, frozen, optimizer, step_config),
+        device=device,
+        steps=planned if config.max_steps is None else min(planned, config.max_steps),
+        training=training_record(config, reader),
+    )
+
+
+def new_drafter(config: DrafterConfig, *, seed: int, device: torch.device) -> DFlashDraftModel:
+    """A drafter with its first weights, which depend on the seed and not on the device."""
+    drafter = DFlashDraftModel(config)
+    drafter.initialize(torch.Generator().manual_seed(seed))
+    return drafter.to(device)
+
+
+def adamw_config(config: FitConfig) -> AdamWConfig:
+    return AdamWConfig(
+        beta1=config.beta1,
+        beta2=config.beta2,
+        weight_decay=config.weight_decay,
+        clip=config.clip,
+    )
+
+
+def drafter_config_for(config: FitConfig, reader: CacheReader) -> DrafterConfig:
+    """The drafter's shape: what the options say, otherwise the target's."""
+    identity, target = reader.identity, reader.identity.target_spec
+    layer_ids = tuple(config.target_layers or identity.target_layer_ids)
+    absent = [i for i in layer_ids if i not in identity.target_layer_ids]
+    if absent:
+        raise FitError(
+            f"{config.cache}: holds target layers {identity.target_layer_ids}, not {absent}; "
+            "choose among them or rebuild the cache"
+        )
+    width = config.intermediate_size or target.intermediate_size
+    if width is None:
+        raise ConfigError("this target has no dense FFN to take the width of; give one with "
+                          "--intermediate-size")  # fmt: skip
+    kinds = [SLIDING if config.sliding_window else FULL] * (config.num_layers - 1) + [FULL]
+    return DrafterConfig(
+        hidden_size=identity.hidden_size,
+        intermediate_size=width,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads or target.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads or target.num_key_value_heads,
+        head_dim=config.head_dim or target.head_dim,
+        vocab_size=target.vocab_size,
+        num_target_layers=target.num_layers,
+        target_layer_ids=layer_ids,
+        block_size=config.block_size,
+        mask_token_id=mask_token_for(config, identity.tokenizer_spec, rows=target.vocab_size),
+        rope_theta=target.rope_theta,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position_embeddings=target.max_position_embeddings,
+        layer_types=tuple(kinds),
+        sliding_window=config.sliding_window,
+    )
+
+
+def mask_token_for(config: FitConfig, tokenizer: TokenizerSpec, *, rows: int) -> int:
+    """The option, checked, or the cache's choice."""
+    if config.mask_token_id is not None:
+        refuse_bad_mask_token(tokenizer, config.mask_token_id, embedding_rows=rows)
+        return config.mask_token_id
+    if tokenizer.mask_token_id is None:
+        raise ConfigError(
+            f"{config.cache}: the tokenizer uses every row of the embedding, so no mask token is "
+            "safe by itself; name one with --mask-token-id"
+        )
+    return tokenizer.mask_token_id
+
+
+def load_frozen(reader: CacheReader, *, dtype: torch.dtype, device: torch.device) -> Frozen:
+    """Embedding and head on the device; a tied pair stays one tensor."""
+    embedding, head = reader.frozen()
+    tied = head is embedding
+    embedding = embedding.to(device, dtype)
+    return Frozen(embedding=embedding, head=embedding if tied else head.to(device, dtype))
+
+
+def training_record(config: FitConfig, reader: CacheReader) -> dict[str, Any]:
+    """What a drafter folder says about where it comes from."""
+    identity = reader.identity
+    return {
+        "cache_fingerprint": identity.fingerprint,
+        "target": identity.target["name"],
+        "target_config_sha256": identity.target["config_sha256"],
+        "target_weights_sha256": identity.target["weights_sha256"],
+        "tokenizer_sha256": identity.tokenizer["sha256"],
+        "chat_template_sha256": identity.tokenizer["chat_template_sha256"],
+        "data_sha256": identity.data_sha256,
+        "held_out": config.held_out,
+        "token_budget": config.token_budget,
+        "seed": config.seed,
+    }
