@@ -8,11 +8,13 @@ BIN := $(VENV)/bin
 
 install: $(VENV)/.installed
 
-# torch first and alone: its version decides which build pip takes.
+# torch first and alone: its version decides which build pip takes.  Setuptools would warn at
+# length that an editable install has limits.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.13.0
+	PYTHONWARNINGS=ignore \
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from dflash_cache import ledger, proofs, reader, store
 from dflash_cache.buckets import plan_batches
 from dflash_cache.config import BuildConfig
+from dflash_cache.devices import pick_device
 from dflash_cache.disk import full_disk_is_told
 from dflash_cache.plan import Plan, existing_folder, make_plan, refuse_too_small_a_disk
 from dflash_cache.samples import Sample
@@ -25,7 +26,6 @@ from dflash_cache.survey import survey_target, with_weights_hash
 from dflash_cache.target import (
     Target,
     load_weights,
-    pick_device,
 )
 
 PACKAGES = ("torch", "transformers", "tokenizers", "zarr", "numcodecs", "safetensors", "numpy")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from dflash_cache.errors import TargetError
 from dflash_cache.schema import TargetSpec, canonical_json
@@ -197,12 +198,16 @@ def hash_weights(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
         raise TargetError(f"{folder}: no *.safetensors and no *.bin file; is the folder complete?")
-    digest = sha256()
-    for path in files:
-        digest.update(path.name.encode())
-        with open(path, "rb") as file:
-            while block := file.read(1 << 24):
-                digest.update(block)
+    digest, total = sha256(), sum(path.stat().st_size for path in files)
+    with tqdm(
+        total=total, desc="hash weights", unit="B", unit_scale=True, leave=False, disable=None
+    ) as progress:
+        for path in files:
+            digest.update(path.name.encode())
+            with open(path, "rb") as file:
+                while block := file.read(1 << 24):
+                    digest.update(block)
+                    progress.update(len(block))
     return digest.hexdigest()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dflash_cache.devices import DTYPES, pick_device
 from dflash_cache.errors import ConfigError, TargetError
 from dflash_cache.schema import TargetSpec
 from dflash_cache.survey import (
@@ -21,8 +22,6 @@ from dflash_cache.survey import (
     survey_target,
     with_weights_hash,
 )
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class _EnoughLayers(Exception):
@@ -149,24 +148,6 @@ def checked_layer_ids(layer_ids: Iterable[int], num_layers: int) -> list[int]:
             f"and {num_layers - 1} (0 is the first decoder layer)"
         )
     return ids
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is a GPU where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = None
-    with suppress(RuntimeError):
-        device = torch.device(name)
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name}: want auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {name}: this torch sees no GPU; use --device cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"--device {name}: this torch sees {torch.cuda.device_count()} GPUs, numbered from 0"
-        )
-    return device
 
 
 def load_target(name: str, *, dtype: str, device: str) -> Target:

@@ -9,11 +9,12 @@ import torch
 from tqdm import tqdm
 
 from dflash_cache.chat import SkipRow, encode_prompt
+from dflash_cache.devices import DTYPES, pick_device
 from dflash_cache.errors import CacheMismatchError, DataError
 from dflash_cache.reader import CacheReader
 from dflash_cache.rows import Row, iter_rows
 from dflash_cache.samples import messages_of
-from dflash_cache.target import DTYPES, Target, load_target, pick_device
+from dflash_cache.target import Target, load_target
 from dflash_fit.acceptance import (
     Chain,
     is_looping,

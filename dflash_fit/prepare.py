@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from dflash_cache.devices import pick_device
 from dflash_cache.errors import ConfigError
 from dflash_cache.reader import CacheReader
 from dflash_cache.schema import TokenizerSpec
-from dflash_cache.target import pick_device
 from dflash_cache.vocabulary import refuse_bad_mask_token
 from dflash_fit.batch import BatchShape
 from dflash_fit.config import FitConfig

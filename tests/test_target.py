@@ -17,6 +17,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from dflash_cache.devices import pick_device
 from dflash_cache.errors import ConfigError, TargetError
 from dflash_cache.schema import TokenizerSpec
 from dflash_cache.survey import Survey, refuse_scalings, survey_target
@@ -25,7 +26,6 @@ from dflash_cache.target import (
     checked_layer_ids,
     default_layer_ids,
     load_target,
-    pick_device,
 )
 from dflash_cache.vocabulary import (
     choose_mask_token,
