@@ -43,7 +43,9 @@ class TargetSession:
 
         refuse_recurrent(target)
         self.target, self.layer_ids = target, list(layer_ids)
-        self.cache: Any = DynamicCache(config=target.model.config)
+        # Not by the model's config: a cache that keeps only a sliding window cannot take
+        # rejected tokens back.  The model masks what is outside its windows all the same.
+        self.cache: Any = DynamicCache()
         self.cache_name = cache_name(target.model)
         self.length = 0
 

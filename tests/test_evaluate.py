@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from conftest import chat_rows, save_tiny_target, write_jsonl
+from conftest import chat_rows, save_tiny_target, tiny_build, write_jsonl
 from test_loop import tiny_fit
 
+from dflash_cache.build import build_cache
 from dflash_cache.target import load_target
 from dflash_cli.main import main
 from dflash_fit import loop
@@ -88,6 +89,25 @@ def test_plain_greedy_equals_the_generation_of_transformers(tiny_target, prompts
         assert ours == theirs[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 8}),
+        ("mistral", {"sliding_window": 8}),
+        ("olmo2", {}),
+    ],
+)
+def test_targets_of_other_families_go_the_whole_way(family, more, tiny_data, prompts, tmp_path):
+    """Cache, fit, and decoding that rejects drafts beyond a sliding window, too."""
+    target = save_tiny_target(tmp_path / family, layers=6, family=family, **more)
+    build_cache(tiny_build(target, tiny_data, tmp_path / "cache"))
+    loop.fit(tiny_fit(tmp_path / "cache", tmp_path / "run", max_steps=30, epochs=20))
+    report = decode(tmp_path / "run", target, prompts)
+    assert report["identical_to_greedy"] is True
+    assert report["acceptance_length"] == pytest.approx(report["offline_acceptance_length"])
+
+
 def test_an_untrained_drafter_commits_about_one_token_a_pass(
     tiny_cache, tiny_target, prompts, tmp_path
 ):
@@ -160,10 +180,6 @@ def test_another_target_is_refused_by_name(run, prompts, tmp_path):
 
 
 def test_another_cache_is_refused_when_it_is_of_another_target(run, tiny_data, tmp_path):
-    from conftest import tiny_build
-
-    from dflash_cache.build import build_cache
-
     other = save_tiny_target(tmp_path / "other", seed=1)
     build_cache(tiny_build(other, tiny_data, tmp_path / "cache"))
     words = ["eval", "--drafter", run, "--cache", tmp_path / "cache", "--device", "cpu"]
