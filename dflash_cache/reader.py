@@ -18,12 +18,7 @@ from zarr.storage import LocalStore
 
 from dflash_cache.errors import CacheError
 from dflash_cache.ledger import committed_units, read_manifest
-from dflash_cache.schema import (
-    EMBEDDING,
-    HEAD,
-    Identity,
-    UnitRecord,
-)
+from dflash_cache.schema import EMBEDDING, HEAD, Identity, UnitRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +49,7 @@ class CacheReader:
             (located for record in self.records.values() for located in _locate(record)),
             key=lambda located: located.sample_id,
         )
+        self.lengths = [located.length for located in self.located]
         ids = [located.sample_id for located in self.located]
         if len(set(ids)) != len(ids) or len(ids) != self.manifest.samples:
             raise CacheError(
@@ -61,10 +57,6 @@ class CacheReader:
                 f"{self.manifest.samples}; commit records are missing or doubled"
             )
         self._unit = lru_cache(maxsize=64)(self._open_unit)
-
-    @property
-    def lengths(self) -> list[int]:
-        return [located.length for located in self.located]
 
     def _open_unit(self, unit: str) -> "UnitReader":
         record = self.records[unit]

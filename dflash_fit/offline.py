@@ -88,9 +88,9 @@ def offline_acceptance(
     right = np.zeros(shape.block_size - 1)
     count = np.zeros(shape.block_size - 1)
     host = Batch.empty(shape, device=torch.device("cpu"))
+    batch = host if device.type == "cpu" else Batch.empty(shape, device=device)
     for pack in tqdm(packs, desc="measure", unit="pack", leave=False, disable=None):
         fill_documents(host, reader, pack, layer_ids=layer_ids)
-        batch = host if device.type == "cpu" else Batch.empty(shape, device=device)
         if batch is not host:
             batch.copy_(host)
         anchors = candidates(host.loss_mask.numpy(), host.document_ids.numpy())
