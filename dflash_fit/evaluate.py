@@ -14,7 +14,8 @@ from dflash_cache.errors import CacheMismatchError, DataError
 from dflash_cache.reader import CacheReader
 from dflash_cache.rows import Row, iter_rows
 from dflash_cache.samples import messages_of
-from dflash_cache.target import Target, load_target
+from dflash_cache.survey import survey_target, with_weights_hash
+from dflash_cache.target import Target, load_weights
 from dflash_fit.acceptance import (
     Chain,
     is_looping,
@@ -100,11 +101,13 @@ def evaluate_decoding(
     """Decode prompts with and without the drafter, and compare tokens, passes and seconds."""
     assert config.target is not None
     assert config.prompts is not None
-    target = load_target(config.target, dtype=config.dtype, device=config.device)
-    refuse_other_target(training, target.spec.to_dict(), where=config.target)
-    refuse_unfit_drafter(drafter, target.spec.to_dict(), where=config.target)
+    survey = survey_target(config.target, dtype=config.dtype)
+    refuse_unfit_drafter(drafter, survey.spec.to_dict(), where=config.target)
+    prompts = load_prompts(config.prompts, survey.tokenizer, limit=config.max_prompts)
+    survey = with_weights_hash(survey)
+    refuse_other_target(training, survey.spec.to_dict(), where=config.target)
+    target = load_weights(survey, device=config.device)
     frozen = Frozen(embedding=target.embedding, head=target.head)
-    prompts = load_prompts(config.prompts, target, limit=config.max_prompts)
     answers = [
         _answer(config, target, drafter, frozen, prompt)
         for prompt in tqdm(prompts, desc="decode", unit="prompt", disable=None)
@@ -195,12 +198,12 @@ def offline_chain(
     return walk(lambda a: int(accepted[a - len(prompt)]), [(len(prompt), len(tokens) - 1)])
 
 
-def load_prompts(source: str, target: Target, *, limit: int | None) -> list[list[int]]:
+def load_prompts(source: str, tokenizer: Any, *, limit: int | None) -> list[list[int]]:
     """Prompts as token ids, rendered by the target's template up to the answer."""
     prompts: list[list[int]] = []
     for number, row in enumerate(islice(iter_rows(source, split="train"), limit), start=1):
         try:
-            prompts.append(encode_prompt(target.tokenizer, prompt_of(row)))
+            prompts.append(encode_prompt(tokenizer, prompt_of(row)))
         except SkipRow as reason:
             raise DataError(f"{source}, row {number}: {reason}; repair or remove it") from None
     if not prompts:

@@ -77,7 +77,7 @@ def test_decoding_is_identical_to_greedy_and_agrees_with_offline(run, tiny_targe
 
 def test_plain_greedy_equals_the_generation_of_transformers(tiny_target, prompts):
     target = load_target(str(tiny_target), dtype="float32", device="cpu")
-    for prompt in load_prompts(str(prompts), target, limit=None):
+    for prompt in load_prompts(str(prompts), target.tokenizer, limit=None):
         ids = torch.tensor(prompt)
         ours = greedy(target, ids, max_new_tokens=24, stop_ids=target.stop_ids).tokens
         theirs = target.model.generate(
