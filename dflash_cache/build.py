@@ -17,16 +17,9 @@ from dflash_cache.devices import pick_device
 from dflash_cache.disk import full_disk_is_told
 from dflash_cache.plan import Plan, existing_folder, make_plan, refuse_too_small_a_disk
 from dflash_cache.samples import Sample
-from dflash_cache.schema import (
-    FORMAT_VERSION,
-    Manifest,
-    UnitRecord,
-)
+from dflash_cache.schema import FORMAT_VERSION, Manifest, UnitRecord
 from dflash_cache.survey import survey_target, with_weights_hash
-from dflash_cache.target import (
-    Target,
-    load_weights,
-)
+from dflash_cache.target import Target, load_weights
 
 PACKAGES = ("torch", "transformers", "tokenizers", "zarr", "numcodecs", "safetensors", "numpy")
 
@@ -101,11 +94,14 @@ def extract(
 ) -> list[UnitRecord]:
     """Extract and commit every unit that is not committed yet."""
     records = dict(committed)
-    done = sum(sum(record.lengths) for record in committed.values())
     with tqdm(
-        total=plan.samples.tokens, initial=done, desc="extract", unit="tok", unit_scale=True,
+        total=plan.samples.tokens,
+        initial=ledger.totals(committed.values())["tokens"],
+        desc="extract",
+        unit="tok",
+        unit_scale=True,
         disable=None,
-    ) as progress:  # fmt: skip
+    ) as progress:
         for unit in plan.units:
             if unit.name in records:
                 continue
@@ -142,16 +138,13 @@ def make_manifest(
     config: BuildConfig, plan: Plan, records: Sequence[UnitRecord], evidence: dict[str, Any]
 ) -> Manifest:
     """Totals and evidence of a finished build."""
-    frozen = (config.out / "frozen.safetensors").stat().st_size
+    held = ledger.totals(records)
+    held["bytes"] += (config.out / "frozen.safetensors").stat().st_size
     return Manifest(
         format_version=FORMAT_VERSION,
         fingerprint=plan.identity.fingerprint,
         identity=plan.identity.to_dict(),
-        samples=sum(len(record.sample_ids) for record in records),
-        tokens=sum(sum(record.lengths) for record in records),
-        supervised_tokens=sum(sum(record.supervised) for record in records),
-        bytes=sum(sum(record.files.values()) for record in records) + frozen,
-        units=len(records),
+        **held,
         buckets=plan.buckets,
         rows=plan.samples.rows,
         skipped=plan.samples.skipped,

@@ -20,6 +20,14 @@ def required(help: str) -> Any:
     return field(metadata={"help": help})
 
 
+def require_positive(config: object, *names: str) -> None:
+    """Refuse options that are given but less than 1."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: want 1 or more")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BuildConfig:
     """What `dflash cache build` runs."""
@@ -59,15 +67,8 @@ class BuildConfig:
             raise ConfigError(f"--target-dtype {self.target_dtype}: want bfloat16 or float32")
         if list(self.bucket_edges) != sorted(set(self.bucket_edges)) or not self.bucket_edges:
             raise ConfigError(f"--bucket-edges {self.bucket_edges}: want increasing numbers")
-        for name in ("num_target_layers", "unit_tokens", "batch_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: want 1 or more"
-                )
-        for name in ("max_samples", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: want 1 or more")
+        require_positive(self, "num_target_layers", "unit_tokens", "batch_tokens")
+        require_positive(self, "max_samples", "max_length")
         if self.agreement_samples < 0:
             raise ConfigError(f"--agreement-samples {self.agreement_samples}: want 0 or more")
         if not 0 <= self.max_skipped <= 1:

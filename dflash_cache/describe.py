@@ -32,15 +32,16 @@ def describe_cache(root: Path) -> dict[str, Any]:
     """What `dflash cache info` prints, for a complete cache or a half-built one."""
     identity = ledger.read_identity(root)
     complete = (root / "manifest.json").is_file()
-    records = ledger.committed_units(root, fingerprint=identity.fingerprint).values()
+    committed = ledger.committed_units(root, fingerprint=identity.fingerprint)
+    held = ledger.totals(committed.values())
     seal = ledger.read_manifest(root).to_dict() if complete else {}
     return {
         "complete": complete,
-        "samples": sum(len(record.sample_ids) for record in records),
+        "samples": held["samples"],
         "samples_planned": identity.samples,
-        "tokens": sum(sum(record.lengths) for record in records),
-        "supervised_tokens": sum(sum(record.supervised) for record in records),
-        "bytes": seal.get("bytes", sum(sum(record.files.values()) for record in records)),
+        "tokens": held["tokens"],
+        "supervised_tokens": held["supervised_tokens"],
+        "bytes": seal.get("bytes", held["bytes"]),
         "bytes_per_token": bytes_per_token(
             target_layers=len(identity.target_layer_ids), hidden_size=identity.hidden_size
         ),
@@ -48,7 +49,7 @@ def describe_cache(root: Path) -> dict[str, Any]:
         "target_layer_ids": identity.target_layer_ids,
         "hidden_size": identity.hidden_size,
         "buckets": seal.get("buckets", {}),
-        "units": len(records),
+        "units": held["units"],
         "target": identity.target["name"],
         "mask_token_id": identity.tokenizer["mask_token_id"],
         "fingerprint": identity.fingerprint,

@@ -5,6 +5,7 @@ exist.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +110,25 @@ def committed_units(root: Path, *, fingerprint: str) -> dict[str, UnitRecord]:
     return records
 
 
+def totals(records: Iterable[UnitRecord]) -> dict[str, int]:
+    """What committed units hold together."""
+    units = list(records)
+    return {
+        "samples": sum(len(unit.sample_ids) for unit in units),
+        "tokens": sum(sum(unit.lengths) for unit in units),
+        "supervised_tokens": sum(sum(unit.supervised) for unit in units),
+        "bytes": sum(sum(unit.files.values()) for unit in units),
+        "units": len(units),
+    }
+
+
 def read_manifest(root: Path) -> Manifest:
     """The seal of a complete cache; says how far a half-built one is."""
     identity = read_identity(root)
     path = root / "manifest.json"
     if not path.is_file():
         done = committed_units(root, fingerprint=identity.fingerprint)
-        have = sum(len(record.sample_ids) for record in done.values())
+        have = totals(done.values())["samples"]
         raise CacheError(
             f"{root}: the cache is not complete ({have} of {identity.samples} samples); "
             "run the same `dflash cache build` again to finish it"

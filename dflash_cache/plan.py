@@ -18,10 +18,7 @@ from dflash_cache.schema import (
     padded,
 )
 from dflash_cache.survey import Survey, survey_target
-from dflash_cache.target import (
-    checked_layer_ids,
-    default_layer_ids,
-)
+from dflash_cache.target import checked_layer_ids, default_layer_ids
 from dflash_cache.vocabulary import describe_tokenizer, special_ids
 
 

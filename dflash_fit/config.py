@@ -6,19 +6,11 @@ The command line makes its options from these fields, so a default lives nowhere
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_cache.config import option, required
+from dflash_cache.config import option, require_positive, required
 from dflash_cache.errors import ConfigError
 
 # Decay of the loss over the slots of a block, from the paper (arXiv 2602.06036).
 GAMMA_OF_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
-
-
-def require_positive(config: object, *names: str) -> None:
-    """Refuse options that are given but less than 1."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: want 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

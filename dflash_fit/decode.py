@@ -20,10 +20,9 @@ from torch.nn import functional as F
 
 from dflash_cache.target import LayerTaps, Target
 from dflash_fit.acceptance import Chain
-from dflash_fit.attention import dense_mask
 from dflash_fit.drafter import ContextKV, DFlashDraftModel, block_ids, block_positions
 from dflash_fit.errors import DrafterError
-from dflash_fit.step import Frozen
+from dflash_fit.step import Frozen, layer_masks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,17 +136,13 @@ class DraftSession:
             block_size=config.block_size,
             mask_token_id=config.mask_token_id,
         )
-        masks = [
-            dense_mask(
-                anchor,
-                torch.zeros_like(anchor),
-                torch.ones_like(anchor, dtype=torch.bool),
-                context=self.length,
-                block_size=config.block_size,
-                look=config.look(layer),
-            )
-            for layer in range(config.num_hidden_layers)
-        ]
+        masks = layer_masks(
+            self.drafter,
+            anchor,
+            torch.zeros_like(anchor),
+            torch.ones_like(anchor, dtype=torch.bool),
+            context=self.length,
+        )
         positions = block_positions(anchor, block_size=config.block_size).flatten()
         rows = self.drafter(self.frozen.embedding[ids.flatten()], self.context, positions, masks)
         return F.linear(rows[1:], self.frozen.head)
