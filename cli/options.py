@@ -35,6 +35,7 @@ class IntList(click.ParamType[tuple[int, ...]]):
 
 
 CLICK_TYPES: dict[Any, Any] = {
+    bool: click.BOOL,
     int: click.INT,
     float: click.FLOAT,
     str: click.STRING,
@@ -45,6 +46,7 @@ CLICK_TYPES: dict[Any, Any] = {
 
 # click converts what people type; a TOML value has its type already and must have the right one.
 TOML_TYPES: dict[Any, tuple[type, ...]] = {
+    bool: (bool,),
     int: (int,),
     float: (float, int),
     str: (str,),
@@ -66,10 +68,11 @@ def config_options(
         for field in reversed(fields(config_class)):
             if field.name in skip:
                 continue
+            kind = plain_type(hints[field.name])
             command = click.option(
-                flag(field.name),
+                switch(field.name) if kind is bool else flag(field.name),
                 field.name,
-                type=CLICK_TYPES[plain_type(hints[field.name])],
+                type=CLICK_TYPES[kind],
                 default=None,
                 help=described(field),
             )(command)
@@ -86,6 +89,11 @@ def config_options(
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def switch(name: str) -> str:
+    """Two spellings, so that a file that turns something on can be overruled."""
+    return f"{flag(name)}/{flag('no_' + name)}"
 
 
 def plain_type(hint: Any) -> Any:

@@ -29,15 +29,16 @@ def bucket_edges_of(lengths: Sequence[int], edges: Sequence[int]) -> list[int]:
 def plan_units(lengths: Sequence[int], *, edges: Sequence[int], unit_tokens: int) -> list[UnitPlan]:
     """Every sample in exactly one unit, of one bucket, of about `unit_tokens` tokens.
 
-    Samples are sorted by length within a bucket, so that a padded batch wastes little.  A unit
-    holds at least one sample, however long.
+    Samples are sorted by length within a bucket, longest first, so that a padded batch wastes
+    little and comes in the order in which it is stored.  A unit holds at least one sample,
+    however long.
     """
     closed = bucket_edges_of(lengths, edges)
     which = np.searchsorted(np.asarray(closed), np.asarray(lengths, dtype=np.int64), side="right")
     units: list[UnitPlan] = []
     for index, edge in enumerate(closed):
         members = np.flatnonzero(which == index)
-        members = members[np.argsort(np.asarray(lengths)[members], kind="stable")]
+        members = members[np.argsort(-np.asarray(lengths)[members], kind="stable")]
         for group in cut(
             members.tolist(), np.asarray(lengths)[members].tolist(), limit=unit_tokens
         ):

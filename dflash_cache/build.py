@@ -3,23 +3,30 @@
 import datetime
 import importlib.metadata
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from dflash_cache import ledger, proofs, reader, store
-from dflash_cache.buckets import plan_batches
+from dflash_cache import ledger, lock, proofs, store, sweep, unit_reader, workers
+from dflash_cache.buckets import UnitPlan
+from dflash_cache.codec import Codec, left_codec, stored_codec
 from dflash_cache.config import BuildConfig
 from dflash_cache.devices import pick_device
 from dflash_cache.disk import full_disk_is_told
-from dflash_cache.plan import Plan, existing_folder, make_plan, refuse_too_small_a_disk
+from dflash_cache.encodings import ENCODINGS
+from dflash_cache.extraction import codec_for, extract, lone_states, progress_bar
+from dflash_cache.files import file_entry
+from dflash_cache.plan import Plan, make_plan, refuse_too_small_a_disk, still_needed, survey
 from dflash_cache.samples import Sample
 from dflash_cache.schema import FORMAT_VERSION, Manifest, UnitRecord
-from dflash_cache.survey import survey_target, with_weights_hash
+from dflash_cache.survey import Survey, with_weights_hash
 from dflash_cache.target import Target, load_weights
+from dflash_cache.workers import Crew
 
 PACKAGES = ("torch", "transformers", "tokenizers", "zarr", "numcodecs", "safetensors", "numpy")
 
@@ -27,24 +34,121 @@ PACKAGES = ("torch", "transformers", "tokenizers", "zarr", "numcodecs", "safeten
 def build_cache(config: BuildConfig) -> Manifest:
     """Run stage one, or continue it where it stopped; a sealed cache is left as it is."""
     pick_device(config.device)  # a wrong name must not cost the tokenising
-    survey = survey_target(config.target, dtype=config.target_dtype)
-    plan = make_plan(config, survey)
-    survey = with_weights_hash(survey)
-    plan = plan.with_weights(survey)
-    with full_disk_is_told(existing_folder(config.out), "All committed units are kept."):
-        if ledger.is_sealed(config.out, plan.identity):
-            return ledger.read_manifest(config.out)
-        committed = ledger.committed_units(config.out, fingerprint=plan.identity.fingerprint)
-        refuse_too_small_a_disk(config.out, plan, committed)
-        target = load_weights(survey, device=config.device)
-        ledger.begin(config.out, plan.identity)
-        store.write_plan(config.out, plan.units, plan.samples.samples)
-        evidence = prove(target, plan, committed, config)
-        store.write_frozen(config.out, target.embedding, target.head, tied=target.spec.tied_head)
-        records = extract(target, plan, committed, config)
-        manifest = make_manifest(config, plan, records, evidence)
+    ledger.refuse_other_folder(config.out)
+    if (config.out / "manifest.json").is_file():
+        _, plan = plan_with_weights(config)
+        ledger.refuse_other_identity(config.out, ledger.read_identity(config.out), plan.identity)
+        return ledger.read_manifest(config.out)
+    with lock.held(config.out, doing="dflash cache build"):
+        return _build(config)
+
+
+def plan_with_weights(config: BuildConfig) -> tuple[Survey, Plan]:
+    """The target and the plan of a build, with the weights in its identity."""
+    found = survey(config)
+    plan = make_plan(config, found)
+    hashed = with_weights_hash(found)
+    return hashed, plan.with_weights(hashed)
+
+
+def _build(config: BuildConfig) -> Manifest:
+    """The stage, by the holder of the lock."""
+    found, plan = plan_with_weights(config)
+    if ledger.is_sealed(config.out, plan.identity):
+        return ledger.read_manifest(config.out)  # somebody else finished it meanwhile
+    committed = ledger.committed_units(config.out, fingerprint=plan.identity.fingerprint)
+    sweep.remove_leftovers(config.out)
+    refuse_too_small_a_disk(
+        config.out,
+        still_needed(config.out, plan, committed),
+        instead=", take fewer samples or target layers, or --encoding lossless, int8 or fp8",
+    )
+    job = Job(config=config, found=found, plan=plan, committed=committed)
+    if config.workers == 1:
+        evidence = work(None, job)
+    else:
+        evidence = workers.launch(work, job, workers=config.workers)
+    records = ledger.committed_units(config.out, fingerprint=plan.identity.fingerprint)
+    manifest = make_manifest(config, plan, [records[unit.name] for unit in plan.units], evidence)
+    with _full_disk(job):
         ledger.seal(config.out, manifest)
     return manifest
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """What every worker of a build is told.
+
+    `committed` is what there was at the start, and the same for all: the queue counts the rest.
+    """
+
+    config: BuildConfig
+    found: Survey
+    plan: Plan
+    committed: dict[str, UnitRecord]
+
+    @property
+    def pending(self) -> list[UnitPlan]:
+        return [unit for unit in self.plan.units if unit.name not in self.committed]
+
+
+def work(crew: Crew | None, job: Job) -> dict[str, Any]:
+    """What one worker does, alone or of a crew: load, prove, extract; returns what it proved."""
+    config, plan = job.config, job.plan
+    first = crew is None or crew.rank == 0
+    target = load_weights(job.found, device=crew.device(config.device) if crew else config.device)
+    with _full_disk(job):
+        evidence = prove(target, plan, job.committed, config if first else _brief(config))
+        prepare = partial(begin if first else join, job, target)
+        codec = crew.after_the_first(prepare) if crew else prepare()
+        done = ledger.totals(job.committed.values())["tokens"]
+        with progress_bar(plan, done, shown=first) as bar:
+            units = crew.claims(job.pending) if crew else job.pending
+            extract(target, plan, units, config, codec, crew.shared(bar) if crew else bar)
+    return evidence
+
+
+def _brief(config: BuildConfig) -> BuildConfig:
+    """The text agrees with every worker's target alike; one of them measures it."""
+    return replace(config, agreement_samples=0)
+
+
+def begin(job: Job, target: Target) -> Codec:
+    """Leave everything beside the units; nothing is written before the target has proved itself."""
+    root, plan = job.config.out, job.plan
+    ledger.begin(root, plan.identity, options_of(job.config))
+    store.write_plan(root, plan.units, plan.samples.samples)
+    store.write_frozen(root, target.embedding, target.head, tied=target.spec.tied_head)
+    return codec_for(root, target, plan, job.committed)
+
+
+def join(job: Job, target: Target) -> Codec:
+    """Take up what the first worker has left."""
+    return left_codec(job.config.out, job.plan.identity).to(target.device)
+
+
+def _full_disk(job: Job) -> AbstractContextManager[None]:
+    def needed() -> int:
+        root = job.config.out
+        return still_needed(root, job.plan, ledger.recorded_units(root))
+
+    return full_disk_is_told(job.config.out, "All committed units are kept.", needed=needed)
+
+
+def options_of(config: BuildConfig) -> dict[str, Any]:
+    """The options as JSON, from which `repair` makes the build again.
+
+    Places that are local become absolute, so that it works from any folder.
+    """
+    plain: dict[str, Any] = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(config).items()
+        if name not in ("out", "device")
+    }
+    for name in ("target", "data"):
+        if Path(plain[name]).exists():
+            plain[name] = str(Path(plain[name]).resolve())
+    return plain
 
 
 def prove(
@@ -75,71 +179,33 @@ def _rows_for_proofs(samples: Sequence[Sample], *, limit: int) -> list[torch.Ten
 
 
 def _prove_probe(target: Target, plan: Plan, record: UnitRecord, root: Path) -> float:
-    """The first sample of a committed unit, computed again by this process."""
+    """The shortest sample of a committed unit, computed again by this process."""
     by_id = {sample.sample_id: sample for sample in plan.samples.samples}
-    ids = torch.from_numpy(by_id[record.sample_ids[0]].input_ids).long()
-    layer_ids = plan.identity.target_layer_ids
-    found = [states[0].cpu() for states in target.hidden_states(ids[None], layer_ids)]
-    unit = reader.UnitReader(record.unit, root / record.folder)
-    rows = slice(record.starts[0], record.starts[0] + record.lengths[0])
-    stored = [
-        torch.from_numpy(unit.read(f"hidden/{layer_id}", rows)).view(torch.bfloat16)
-        for layer_id in layer_ids
+    position = len(record.sample_ids) - 1
+    sample, identity = by_id[record.sample_ids[position]], plan.identity
+    codec = stored_codec(root, identity, record).to(target.device)
+    found = [
+        codec.decode(plane, codec.encode(plane, states)).cpu()
+        for plane, states in zip(
+            identity.planes, lone_states(target, sample, identity), strict=True
+        )
     ]
-    return proofs.prove_probe(found, stored, dtype=target.spec.dtype)
-
-
-def extract(
-    target: Target, plan: Plan, committed: dict[str, UnitRecord], config: BuildConfig
-) -> list[UnitRecord]:
-    """Extract and commit every unit that is not committed yet."""
-    records = dict(committed)
-    with tqdm(
-        total=plan.samples.tokens,
-        initial=ledger.totals(committed.values())["tokens"],
-        desc="extract",
-        unit="tok",
-        unit_scale=True,
-        disable=None,
-    ) as progress:
-        for unit in plan.units:
-            if unit.name in records:
-                continue
-            samples = [plan.samples.samples[member] for member in unit.members]
-            states = run_unit(target, samples, plan.identity.target_layer_ids, config, progress)
-            records[unit.name] = store.write_unit(
-                config.out, unit, samples, states, identity=plan.identity
-            )
-    return [records[unit.name] for unit in plan.units]
-
-
-def run_unit(
-    target: Target,
-    samples: Sequence[Sample],
-    layer_ids: Sequence[int],
-    config: BuildConfig,
-    progress: Any,
-) -> Iterator[tuple[int, store.States]]:
-    """Run the target over a unit's padded batches; yields (position, K tensors [t, H])."""
-    lengths = [sample.length for sample in samples]
-    for batch in plan_batches(lengths, batch_tokens=config.batch_tokens):
-        ids = proofs.pad_right([torch.from_numpy(samples[i].input_ids).long() for i in batch])
-        layers = [states.to(torch.bfloat16) for states in target.hidden_states(ids, layer_ids)]
-        for row, position in enumerate(batch):
-            own = [states[row, : lengths[position]].cpu() for states in layers]
-            for layer_id, states in zip(layer_ids, own, strict=True):
-                where = f"sample {samples[position].sample_id}, target layer {layer_id}"
-                proofs.check_states(states, where=where)
-            yield position, own
-            progress.update(lengths[position])
+    stored = unit_reader.stored_states(root, record, identity, position)
+    return proofs.prove_probe(
+        found,
+        list(stored),
+        dtype=target.spec.dtype,
+        lossy=ENCODINGS[identity.encoding].lossy,
+    )
 
 
 def make_manifest(
     config: BuildConfig, plan: Plan, records: Sequence[UnitRecord], evidence: dict[str, Any]
 ) -> Manifest:
     """Totals and evidence of a finished build."""
+    beside = {name: file_entry(config.out / name) for name in ledger.beside(plan.identity)}
     held = ledger.totals(records)
-    held["bytes"] += (config.out / "frozen.safetensors").stat().st_size
+    held["bytes"] += sum(size for size, _ in beside.values())
     return Manifest(
         format_version=FORMAT_VERSION,
         fingerprint=plan.identity.fingerprint,
@@ -150,10 +216,12 @@ def make_manifest(
         skipped=plan.samples.skipped,
         proofs=evidence["proofs"],
         agreement=evidence["agreement"],
+        encoding_error=ledger.encoding_error(records),
+        files=beside,
+        options=options_of(config),
         software={
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in PACKAGES},
         },
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        data=config.data,
     )

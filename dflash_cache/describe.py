@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cache import ledger
-from dflash_cache.plan import Plan
-from dflash_cache.schema import bytes_per_token
+from dflash_cache.files import is_url
+from dflash_cache.plan import Plan, bytes_per_token
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
@@ -21,6 +21,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "buckets": plan.buckets,
         "units": len(plan.units),
+        "encoding": plan.identity.encoding,
         "target_layer_ids": plan.identity.target_layer_ids,
         "mask_token_id": plan.identity.tokenizer["mask_token_id"],
         "mask_token_source": plan.identity.tokenizer["mask_token_source"],
@@ -28,32 +29,36 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def describe_cache(root: Path) -> dict[str, Any]:
+def describe_cache(root: str | Path) -> dict[str, Any]:
     """What `dflash cache info` prints, for a complete cache or a half-built one."""
     identity = ledger.read_identity(root)
-    complete = (root / "manifest.json").is_file()
-    committed = ledger.committed_units(root, fingerprint=identity.fingerprint)
-    held = ledger.totals(committed.values())
-    seal = ledger.read_manifest(root).to_dict() if complete else {}
+    complete = is_url(root) or (Path(root) / "manifest.json").is_file()
+    if complete:
+        seal = ledger.read_manifest(root).to_dict()  # which knows the totals: one file to read
+    else:
+        records = ledger.committed_units(Path(root), fingerprint=identity.fingerprint).values()
+        seal = {**ledger.totals(records), "encoding_error": ledger.encoding_error(records)}
     return {
         "complete": complete,
-        "samples": held["samples"],
+        "samples": seal["samples"],
         "samples_planned": identity.samples,
-        "tokens": held["tokens"],
-        "supervised_tokens": held["supervised_tokens"],
-        "bytes": seal.get("bytes", held["bytes"]),
-        "bytes_per_token": bytes_per_token(
-            target_layers=len(identity.target_layer_ids), hidden_size=identity.hidden_size
-        ),
+        "tokens": seal["tokens"],
+        "supervised_tokens": seal["supervised_tokens"],
+        "bytes": seal["bytes"],
+        "bytes_per_token": bytes_per_token(identity),
         "encoding": identity.encoding,
+        "encoding_error": seal["encoding_error"],
         "target_layer_ids": identity.target_layer_ids,
+        "final_hidden": identity.final_hidden,
         "hidden_size": identity.hidden_size,
         "buckets": seal.get("buckets", {}),
-        "units": held["units"],
+        "units": seal["units"],
         "target": identity.target["name"],
+        "target_revision": identity.target["revision"],
         "mask_token_id": identity.tokenizer["mask_token_id"],
         "fingerprint": identity.fingerprint,
         "agreement": seal.get("agreement", {}),
         "proofs": seal.get("proofs", {}),
         "skipped": seal.get("skipped", {}),
+        "software": seal.get("software", {}),
     }

@@ -7,11 +7,11 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
-from dflash_cache.errors import DiskFullError
+from dflash_cache.errors import CacheError, DiskFullError
 
 
 def aside(path: Path) -> Path:
@@ -36,7 +36,8 @@ def fsync_tree(folder: Path) -> None:
         fsync_path(Path(directory))
 
 
-def _write_durably(path: Path, payload: bytes) -> None:
+def write_durably(path: Path, payload: bytes) -> None:
+    """Fill a file and flush it, under a name that nobody else knows."""
     with open(path, "wb") as file:
         file.write(payload)
         file.flush()
@@ -47,7 +48,7 @@ def write_file(path: Path, payload: bytes) -> None:
     """Replace `path` by `payload`: all of it or nothing."""
     partial = aside(path)
     try:
-        _write_durably(partial, payload)
+        write_durably(partial, payload)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -61,7 +62,7 @@ def create_file(path: Path, payload: bytes) -> bool:
     """
     partial = aside(path)
     try:
-        _write_durably(partial, payload)
+        write_durably(partial, payload)
         try:
             os.link(partial, path)
         except FileExistsError:
@@ -70,6 +71,24 @@ def create_file(path: Path, payload: bytes) -> bool:
         partial.unlink(missing_ok=True)
     fsync_path(path.parent)
     return True
+
+
+def refuse_no_links(folder: Path) -> None:
+    """Refuse a file system that cannot publish exclusively (exFAT and some network shares)."""
+    probe = aside(folder / "link")
+    try:
+        write_durably(probe, b"")
+        os.link(probe, probe.with_suffix(".link.partial"))
+        probe.with_suffix(".link.partial").unlink()
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        raise CacheError(
+            f"{folder}: this file system has no hard links ({error.strerror}), by which units are "
+            "committed; give --out a folder on one that has"
+        ) from None
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -101,16 +120,35 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def existing_folder(path: Path) -> Path:
+    """The nearest folder above that is there, to ask the disk about."""
+    path = path.absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
 @contextlib.contextmanager
-def full_disk_is_told(where: Path, kept: str) -> Iterator[None]:
-    """Turn "no space left" into a message that says how much is free and what is kept."""
+def full_disk_is_told(
+    where: Path, kept: str, *, needed: Callable[[], int] | None = None
+) -> Iterator[None]:
+    """Turn "no space left" into a message that says how much is free, what is kept and missing.
+
+    `needed` counts the bytes that are still to be written, if that is known.
+    """
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         free = shutil.disk_usage(where).free
+        missing = max(0, needed() - free) if needed else 0
+        wanted = (
+            f"{free + missing:,} bytes are still to be written: {missing:,} bytes are missing. "
+            if missing
+            else ""
+        )
         raise DiskFullError(
-            f"{where}: the disk is full ({free / 1e9:.3f} GB free). {kept} "
+            f"{where}: the disk is full ({free / 1e9:.3f} GB free). {wanted}{kept} "
             "Free some space and run the same command again."
         ) from error

@@ -33,5 +33,9 @@ class CacheMismatchError(CacheError):
     """The cache was built for another target, data set or layout than the one asked for."""
 
 
+class CacheBusyError(CacheError):
+    """Another process is writing in this cache folder."""
+
+
 class DiskFullError(DFlashError):
     """The disk cannot hold what is to be written."""

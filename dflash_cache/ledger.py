@@ -5,79 +5,121 @@ exist.
 """
 
 import json
+import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from dflash_cache import disk
+from dflash_cache.checksums import digest
+from dflash_cache.encodings import ENCODINGS
 from dflash_cache.errors import CacheError, CacheMismatchError
+from dflash_cache.files import Files, is_url, open_files, repair_hint
+from dflash_cache.lock import LOCK, writable
 from dflash_cache.schema import (
+    CHANNELS_FILE,
     FORMAT_VERSION,
     Identity,
     Manifest,
     UnitRecord,
+    canonical_json,
     first_difference,
 )
+
+# What a cache that has lost its zarr.json may still hold; its records say whose it is.
+OWN = (LOCK, "units", "commits", "plan.parquet", "frozen.safetensors", CHANNELS_FILE)
+READ_AHEAD = 16  # records asked for at once
+
+
+def refuse_other_folder(root: Path) -> None:
+    """Refuse a folder that holds anything but a cache; nothing in it is touched."""
+    if root.exists() and not root.is_dir():
+        raise CacheError(f"{root}: a file stands where the cache folder should be; give another")
+    if not root.is_dir() or (root / "zarr.json").is_file():
+        return
+    if any(not p.name.endswith(".partial") and p.name not in OWN for p in root.iterdir()):
+        raise CacheError(
+            f"{root}: not empty and not a cache; nothing was touched. Give --out a new folder"
+        )
 
 
 def is_sealed(root: Path, identity: Identity) -> bool:
     """True when this very cache is complete; a folder that is anything else is refused."""
-    if root.exists() and not root.is_dir():
-        raise CacheError(f"{root}: a file stands where the cache folder should be; give another")
-    if (root / "zarr.json").is_file():
-        refuse_other_identity(root, read_identity(root), identity)
-        return (root / "manifest.json").is_file()
-    if root.is_dir() and any(p for p in root.iterdir() if not p.name.endswith(".partial")):
-        raise CacheError(
-            f"{root}: not empty and not a cache; nothing was touched. Give --out a new folder"
-        )
-    return False
+    refuse_other_folder(root)
+    if not (root / "zarr.json").is_file():
+        return False
+    refuse_other_identity(root, read_identity(root), identity)
+    return (root / "manifest.json").is_file()
 
 
-def begin(root: Path, identity: Identity) -> None:
+def begin(root: Path, identity: Identity, options: dict[str, Any]) -> None:
     """Make the folders of a cache, or what is missing of them.
 
     The identity comes first: a folder with anything else in it and no identity is not ours.
     """
-    try:
+    with writable(root):
         root.mkdir(parents=True, exist_ok=True)
         if not (root / "zarr.json").is_file():
-            disk.write_file(root / "zarr.json", _root_group(identity))
+            disk.write_file(root / "zarr.json", root_group(identity, options))
         for folder in ("units", "commits"):
             (root / folder).mkdir(exist_ok=True)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise CacheError(
-            f"{root}: cannot be written ({error.strerror}); give --out a folder that can"
-        ) from None
+    disk.refuse_no_links(root / "commits")  # rather than after the first unit
     disk.fsync_path(root)
+    disk.fsync_path(root.absolute().parent)
 
 
-def _root_group(identity: Identity) -> bytes:
-    attributes = {"identity": identity.to_dict(), "fingerprint": identity.fingerprint}
-    group = {"zarr_format": 3, "node_type": "group", "attributes": {"dflash_cache": attributes}}
+def root_group(identity: Identity, options: dict[str, Any]) -> bytes:
+    """The root's zarr.json.  `options` are those of the build; they are no part of the identity."""
+    about: dict[str, Any] = {
+        "identity": identity.to_dict(),
+        "fingerprint": identity.fingerprint,
+        "options": options,
+    }
+    about["xxh3"] = digest(canonical_json(about))
+    group = {"zarr_format": 3, "node_type": "group", "attributes": {"dflash_cache": about}}
     return json.dumps(group, indent=1).encode()
 
 
-def read_identity(root: Path) -> Identity:
-    """Identity of a cache folder, complete or not."""
-    path = root / "zarr.json"
-    if not root.is_dir() or not path.is_file():
-        raise CacheError(f"{root}: not a cache folder (no zarr.json); run `dflash cache build`")
+def read_identity(root: str | Path) -> Identity:
+    """Identity of a cache folder or URL, complete or not."""
+    return read_root(root)[0]
+
+
+def read_root(root: str | Path) -> tuple[Identity, dict[str, Any]]:
+    """Identity of a cache, and the options that it was begun with."""
+    path = f"{root}/zarr.json"
     try:
-        attributes = json.loads(path.read_bytes())["attributes"]["dflash_cache"]
-        identity = attributes["identity"]
-        fingerprint = attributes["fingerprint"]
-    except (ValueError, KeyError, TypeError):
-        raise CacheError(f"{path}: zarr, but not a cache of ours; give another folder") from None
-    if isinstance(identity, dict) and identity.get("format_version") != FORMAT_VERSION:
+        payload = open_files(root, direct=False).read("zarr.json")
+    except (FileNotFoundError, NotADirectoryError):
         raise CacheError(
-            f"{path}: cache format {identity.get('format_version')}, this version reads "
+            f"{root}: not a cache folder (no zarr.json); run `dflash cache build`"
+        ) from None
+    try:
+        about = json.loads(payload)["attributes"]["dflash_cache"]
+        identity, check = about["identity"], about.pop("xxh3", None)
+        version = identity["format_version"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CacheError(f"{path}: zarr, but not a cache of ours; give another folder") from None
+    # Version 1 had no checksum here; whatever has one must be whole before it is believed.
+    if check is not None and check != digest(canonical_json(about)):
+        raise CacheError(
+            f"{path}: fingerprint does not fit its content; the file is damaged. "
+            f"{repair_hint(str(root))}"
+        )
+    if version != FORMAT_VERSION:
+        raise CacheMismatchError(
+            f"{path}: cache format {version}, this version reads "
             f"{FORMAT_VERSION}; rebuild the cache or install the version that wrote it"
         )
-    found = Identity.from_dict(identity, where=str(path))
-    if found.fingerprint != fingerprint:
-        raise CacheError(f"{path}: fingerprint does not fit its content; the file is damaged")
-    return found
+    found = Identity.from_dict(identity, where=path)
+    options = about.get("options", {})
+    if root_group(found, options) != payload:
+        raise CacheError(
+            f"{path}: fingerprint does not fit its content; the file is damaged. "
+            f"{repair_hint(str(root))}"
+        )
+    return found, options
 
 
 def refuse_other_identity(root: Path, found: Identity, wanted: Identity) -> None:
@@ -95,19 +137,79 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def record_path(root: Path, unit: str) -> Path:
+    return root / record_name(unit)
+
+
+def record_name(unit: str) -> str:
+    return f"commits/{unit}.json"
+
+
+def unit_name(number: int) -> str:
+    return f"u{number:06d}"
+
+
 def read_record(path: Path) -> UnitRecord:
     return UnitRecord.from_bytes(path.read_bytes(), where=str(path))
 
 
 def committed_units(root: Path, *, fingerprint: str) -> dict[str, UnitRecord]:
     """All units that count, by name."""
-    records = {}
-    for path in sorted((root / "commits").glob("u*.json")):
-        record = read_record(path)
-        if record.fingerprint != fingerprint or record.unit != path.stem:
-            raise CacheError(f"{path}: belongs to another cache or unit; the folder was mixed up")
-        records[record.unit] = record
-    return records
+    return {
+        unit: _own(read_record(path), unit, fingerprint, where=str(path))
+        for unit in recorded_units(root)
+        for path in [record_path(root, unit)]
+    }
+
+
+def recorded_units(root: Path) -> list[str]:
+    """Names of the units that have a record, readable or not.
+
+    Not by `glob`: that takes a folder it cannot read for an empty one, and attempts that no
+    record names are swept away.
+    """
+    try:
+        names = os.listdir(root / "commits")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CacheError(
+            f"{root / 'commits'}: cannot be read ({error.strerror}); look after the disk or its "
+            "rights"
+        ) from None
+    return sorted(
+        name.removesuffix(".json")
+        for name in names
+        if name.endswith(".json") and not name.startswith(".")
+    )
+
+
+def sealed_units(files: Files, manifest: Manifest) -> dict[str, UnitRecord]:
+    """The units of a sealed cache, by name; each of them has to be there."""
+
+    units = [unit_name(number) for number in range(manifest.units)]
+    with ThreadPoolExecutor(READ_AHEAD) as pool:  # a record is small, but may be far away
+        records = pool.map(lambda unit: unit_record(files, unit, manifest.fingerprint), units)
+        return dict(zip(units, records, strict=True))
+
+
+def unit_record(files: Files, unit: str, fingerprint: str | None) -> UnitRecord:
+    """The record of a unit that has to be there; of this cache, if its fingerprint is known."""
+    name = record_name(unit)
+    where = f"{files.where}/{name}"
+    try:
+        found = UnitRecord.from_bytes(files.read(name), where=where)
+    except FileNotFoundError:
+        raise CacheError(
+            f"{where}: the commit record is missing. {repair_hint(files.where)}"
+        ) from None
+    return _own(found, unit, fingerprint or found.fingerprint, where=where)
+
+
+def _own(record: UnitRecord, unit: str, fingerprint: str, *, where: str) -> UnitRecord:
+    if record.fingerprint != fingerprint or record.unit != unit:
+        raise CacheError(f"{where}: belongs to another cache or unit; the folder was mixed up")
+    return record
 
 
 def totals(records: Iterable[UnitRecord]) -> dict[str, int]:
@@ -117,31 +219,58 @@ def totals(records: Iterable[UnitRecord]) -> dict[str, int]:
         "samples": sum(len(unit.sample_ids) for unit in units),
         "tokens": sum(sum(unit.lengths) for unit in units),
         "supervised_tokens": sum(sum(unit.supervised) for unit in units),
-        "bytes": sum(sum(unit.files.values()) for unit in units),
+        "bytes": sum(unit.bytes for unit in units),
         "units": len(units),
     }
 
 
-def read_manifest(root: Path) -> Manifest:
+def encoding_error(records: Iterable[UnitRecord]) -> dict[str, dict[str, float]]:
+    """Error of a lossy encoding by plane: what the units measured, weighted by their tokens."""
+    sums: dict[str, dict[str, float]] = {}
+    weight = 0
+    for record in records:
+        tokens = sum(record.lengths)
+        weight += tokens
+        for plane, found in record.encoding_error.items():
+            own = sums.setdefault(plane, dict.fromkeys(found, 0.0))
+            for name, value in found.items():
+                own[name] += tokens * value
+    return {
+        plane: {name: value / weight for name, value in own.items()} for plane, own in sums.items()
+    }
+
+
+def beside(identity: Identity) -> list[str]:
+    """Files beside the units, all of which the manifest knows."""
+    names = ["zarr.json", "plan.parquet", "frozen.safetensors"]
+    return names + ([CHANNELS_FILE] if ENCODINGS[identity.encoding].static_scales else [])
+
+
+def read_manifest(root: str | Path) -> Manifest:
     """The seal of a complete cache; says how far a half-built one is."""
     identity = read_identity(root)
-    path = root / "manifest.json"
-    if not path.is_file():
-        done = committed_units(root, fingerprint=identity.fingerprint)
-        have = totals(done.values())["samples"]
-        raise CacheError(
-            f"{root}: the cache is not complete ({have} of {identity.samples} samples); "
-            "run the same `dflash cache build` again to finish it"
-        )
+    where = f"{root}/manifest.json"
     try:
-        manifest = Manifest.from_dict(json.loads(path.read_bytes()), where=str(path))
-    except (ValueError, TypeError):
-        raise CacheError(f"{path}: not a manifest; the cache is damaged") from None
+        payload = open_files(root, direct=False).read("manifest.json")
+    except FileNotFoundError:
+        raise CacheError(f"{root}: the cache is not complete{_how_far(root, identity)}") from None
+    manifest = Manifest.from_bytes(payload, where=where)
     if (manifest.fingerprint, manifest.identity) != (identity.fingerprint, identity.to_dict()):
-        raise CacheError(f"{path}: seals another cache than {root / 'zarr.json'} describes")
+        raise CacheError(f"{where}: seals another cache than {root}/zarr.json describes")
     return manifest
+
+
+def _how_far(root: str | Path, identity: Identity) -> str:
+    if is_url(root):
+        return "; finish it where it is built, and copy it whole"
+    done = committed_units(Path(root), fingerprint=identity.fingerprint)
+    have = totals(done.values())["samples"]
+    return (
+        f" ({have} of {identity.samples} samples); "
+        "run the same `dflash cache build` again to finish it"
+    )
 
 
 def seal(root: Path, manifest: Manifest) -> None:
     """Write the manifest; from now on the cache is immutable."""
-    disk.write_file(root / "manifest.json", json.dumps(manifest.to_dict(), indent=1).encode())
+    disk.write_file(root / "manifest.json", manifest.to_bytes())

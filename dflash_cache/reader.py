@@ -1,164 +1,220 @@
-"""Read a sealed cache: tokens by sample, hidden states by sample and target layer.
+"""Read a sealed cache: tokens by sample, hidden states by sample, token range and target layer.
 
-Letters: K target layers, t tokens of a sample, H hidden size, V rows of the vocabulary.
+Bytes go from the disk into the caller's buffers as they are spelt; `encodings` widens them on the
+device.  Whatever is read is checked against the commit record: damage is an error, never data.
+
+Letters: K planes (target layers) asked for, T rows of the buffers, t tokens of a sample, H hidden
+size, V rows of the vocabulary.
 """
 
+import os
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import zarr
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file
 from torch import Tensor
-from zarr.storage import LocalStore
 
+from dflash_cache.buffers import Buffers, buffers
+from dflash_cache.codec import has_channels, parse_codec
+from dflash_cache.disk import aside, fsync_path, write_file
+from dflash_cache.encodings import decode
 from dflash_cache.errors import CacheError
-from dflash_cache.ledger import committed_units, read_manifest
-from dflash_cache.schema import EMBEDDING, HEAD, Identity, UnitRecord
+from dflash_cache.files import file_entry, is_url, open_files
+from dflash_cache.layout import CHUNK_TOKENS
+from dflash_cache.ledger import read_manifest, record_name, sealed_units
+from dflash_cache.schema import CHANNELS_FILE, EMBEDDING, HEAD, Identity, plane_of
+from dflash_cache.unit_reader import (
+    UnitReader,
+    checked,
+    damaged_file,
+    locate,
+    read_plane,
+    row_of,
+)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Located:
-    """Where one sample lies."""
-
-    sample_id: int
-    length: int
-    supervised: int
-    group: str
-    unit: str
-    start: int
+READ_THREADS = 4
+UNITS_KEPT = 512  # whose tokens and checksums stay in memory
+# A cache that is small against the memory is better read through the page cache: the second
+# epoch then comes from memory.  A larger one would only push everything else out of it.
+SHARE_OF_MEMORY = 0.5
 
 
 class CacheReader:
     """A sealed cache, opened for reading.  Samples are numbered 0.. in order of their ids.
 
-    Everything is checked on the way: file sizes against the commit record when a unit is first
-    touched, checksums by zarr on every chunk.
+    `root` is a folder or a URL.  `direct` reads past the page cache; None decides by the sizes of
+    cache and memory.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = Path(root)
-        self.manifest = read_manifest(self.root)
-        self.identity = Identity.from_dict(self.manifest.identity, where=str(self.root))
-        self.records = committed_units(self.root, fingerprint=self.identity.fingerprint)
+    def __init__(
+        self, root: str | Path, *, direct: bool | None = None, threads: int = READ_THREADS
+    ) -> None:
+        self.root = root
+        self.manifest = read_manifest(root)
+        self.identity = Identity.from_dict(self.manifest.identity, where=str(root))
+        self.direct = _outgrows_memory(self.manifest.bytes) if direct is None else direct
+        self.files = open_files(root, direct=self.direct and not is_url(root))
+        self.records = sealed_units(self.files, self.manifest)
         self.located = sorted(
-            (located for record in self.records.values() for located in _locate(record)),
+            (located for record in self.records.values() for located in locate(record)),
             key=lambda located: located.sample_id,
         )
         self.lengths = [located.length for located in self.located]
+        self.bytes_read = 0  # of states, as stored
         ids = [located.sample_id for located in self.located]
         if len(set(ids)) != len(ids) or len(ids) != self.manifest.samples:
             raise CacheError(
                 f"{self.root}: the records name {len(set(ids))} samples, the manifest "
                 f"{self.manifest.samples}; commit records are missing or doubled"
             )
-        self._unit = lru_cache(maxsize=64)(self._open_unit)
+        self._refuse_other_scales()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
+        self._unit = lru_cache(maxsize=UNITS_KEPT)(self._open_unit)
+        self._once_checked = cache(
+            lambda name: checked(self.files, name, self.manifest.files[name])
+        )
+
+    def _refuse_other_scales(self) -> None:
+        """All units must be spelt with the scales that the seal knows."""
+        if has_channels(self.identity.encoding):
+            sealed = self.manifest.files[CHANNELS_FILE][1]
+            for unit, record in self.records.items():
+                if record.channels_checksum != sealed:
+                    raise damaged_file(
+                        self.files, record_name(unit), "spelt with other scales than the others"
+                    )
+
+    def open_units(self, documents: Sequence[int]) -> None:
+        """Fetch what is small of the units of these samples, all at once: they may be far away."""
+        units = {self.located[document].unit for document in documents}
+        list(self._pool.map(lambda unit: self._unit(unit).open(), sorted(units)))
 
     def _open_unit(self, unit: str) -> "UnitReader":
-        record = self.records[unit]
-        folder = self.root / record.folder
-        for name, size in record.files.items():
-            path = folder / name
-            found = path.stat().st_size if path.is_file() else None
-            if found != size:
-                raise CacheError(
-                    f"{path}: {'missing' if found is None else f'{found} bytes'}, the commit "
-                    f"record says {size}; {_mend(self.root, unit)}"
-                )
-        return UnitReader(unit, folder)
+        reader = UnitReader(self.files, self.records[unit], self.identity)
+        reader.check_sizes()
+        return reader
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [t] and loss mask bool [t] of a sample."""
         located = self.located[index]
         unit = self._unit(located.unit)
         rows = slice(located.start, located.start + located.length)
-        return unit.read("input_ids", rows), unit.read("loss_mask", rows).astype(bool)
+        ids = unit.array("input_ids", "<i4")[rows].copy()  # the array itself stays as it is
+        return ids, unit.array("loss_mask", "u1")[rows] != 0
 
-    def read_hidden(self, index: int, layer_id: int, into: Tensor) -> None:
-        """Copy the states of a sample and target layer into `into`, bfloat16 [t, H]."""
-        located = self.located[index]
-        rows = slice(located.start, located.start + located.length)
-        states = self._unit(located.unit).read(f"hidden/{layer_id}", rows)
-        if states.dtype != np.uint16 or states.shape != tuple(into.shape):
+    def read_documents(
+        self,
+        documents: Sequence[int],
+        starts: Sequence[int],
+        layer_ids: Sequence[int | str],
+        into: Buffers,
+    ) -> None:
+        """Read samples into `into`, each from its row of `starts` on; parallel, and checked.
+
+        `layer_ids` are K target layers, or FINAL_HIDDEN.  The rest of the buffers is left alone.
+        """
+        planes = [self._plane(layer_id) for layer_id in layer_ids]
+        tasks = [
+            (self._unit(located.unit), located, plane, {
+                name: part[k, start : start + located.length] for name, part in into.items()
+            })
+            for located, start in zip((self.located[d] for d in documents), starts, strict=True)
+            for k, plane in enumerate(planes)
+        ]  # fmt: skip
+        # Large ones first, so that the threads end together.
+        tasks.sort(key=lambda task: -task[1].length)
+        for size in self._pool.map(lambda task: read_plane(*task), tasks):
+            self.bytes_read += size
+
+    def _plane(self, layer_id: int | str) -> str:
+        plane = plane_of(layer_id) if isinstance(layer_id, int) else layer_id
+        if plane not in self.identity.planes:
             raise CacheError(
-                f"{self.root}, target layer {layer_id}: found {states.dtype} {states.shape}, want "
-                f"uint16 {tuple(into.shape)}; {_mend(self.root, located.unit)}"
+                f"{self.root}: does not hold {plane}; it holds {', '.join(self.identity.planes)}"
             )
-        into.view(torch.uint16).numpy()[...] = states
+        return plane
 
-    def hidden(self, index: int, layer_ids: Sequence[int]) -> Tensor:
-        """States of a sample, bfloat16 [K, t, H]."""
-        shape = (len(layer_ids), self.located[index].length, self.identity.hidden_size)
-        states = torch.empty(shape, dtype=torch.bfloat16)
+    def hidden(
+        self, index: int, layer_ids: Sequence[int | str], rows: slice = slice(None)
+    ) -> Tensor:
+        """States of a sample, bfloat16 [K, t, H]; of a range of its tokens if `rows` says so.
+
+        Reads the chunks that hold the range, and no others.
+        """
+        located = self.located[index]
+        begin, end, step = rows.indices(located.length)
+        assert step == 1, rows
+        before = begin % CHUNK_TOKENS
+        part = replace(
+            located, start=located.start + begin - before, length=max(0, end - begin) + before
+        )
+        into = buffers(self.identity, len(layer_ids), part.length)
+        unit = self._unit(located.unit)
         for k, layer_id in enumerate(layer_ids):
-            self.read_hidden(index, layer_id, states[k])
-        return states
+            self.bytes_read += read_plane(unit, part, self._plane(layer_id), row_of(into, k))
+        channels = self.channels(layer_ids)
+        wide = None if channels is None else channels[:, None]
+        return decode(self.identity.encoding, into, wide)[:, before:]
+
+    def channels(self, layer_ids: Sequence[int | str]) -> Tensor | None:
+        """Static scales float32 [K, H] of the encoding; None where it has none."""
+        if not has_channels(self.identity.encoding):
+            return None
+        name = CHANNELS_FILE
+        payload = self._once_checked(name)
+        codec = parse_codec(payload, self.identity, where=f"{self.root}/{name}")
+        return torch.stack([codec.channels[self._plane(layer_id)] for layer_id in layer_ids])
 
     def frozen(self) -> tuple[Tensor, Tensor]:
         """Token embedding and LM head, bfloat16 [V, H]; one tensor twice where they are tied."""
-        path = self.root / "frozen.safetensors"
+        name = "frozen.safetensors"
         try:
-            with safe_open(path, "pt") as file:
-                embedding = file.get_tensor(EMBEDDING)
-                head = embedding if self.identity.target_spec.tied_head else file.get_tensor(HEAD)
-        except (OSError, SafetensorError) as error:
-            raise CacheError(
-                f"{path}: missing or damaged ({error}). Delete it and "
-                f"{self.root / 'manifest.json'} and run `dflash cache build` again"
-            ) from None
+            tensors = self._tensors(name, self.manifest.files[name])
+            embedding = tensors[EMBEDDING]
+            head = embedding if self.identity.target_spec.tied_head else tensors[HEAD]
+        except (SafetensorError, KeyError) as error:
+            raise damaged_file(self.files, name, f"no frozen weights ({error})") from None
         return embedding, head
 
-
-class UnitReader:
-    """One committed unit, its zarr arrays opened once."""
-
-    def __init__(self, unit: str, folder: Path) -> None:
-        self.unit, self.folder = unit, folder
-        self.arrays: dict[str, Any] = {}
-
-    def read(self, name: str, rows: slice) -> np.ndarray:
-        """Rows of an array; a checksum or metadata that do not fit are an error of the cache."""
+    def copy_file(self, name: str, to: Path) -> None:
+        """Copy a file that the seal knows, checked, aside and renamed."""
+        entry = self.manifest.files[name]
+        if is_url(self.root):
+            write_file(to, checked(self.files, name, entry))
+            return
+        path, partial = Path(self.root) / name, aside(to)
+        if not path.is_file():
+            raise damaged_file(self.files, name, "missing")
         try:
-            if name not in self.arrays:
-                store = LocalStore(self.folder, read_only=True)
-                self.arrays[name] = zarr.open_array(store, path=name, mode="r")
-            values: np.ndarray = self.arrays[name][rows]
-        except (ValueError, LookupError, TypeError) as error:
-            raise CacheError(
-                f"{self.folder / name}, tokens {rows.start} to {rows.stop}: {error}; "
-                f"{_mend(self.folder.parents[2], self.unit)}"
-            ) from None
-        return values
+            shutil.copyfile(path, partial)
+            if file_entry(partial) != entry:
+                raise damaged_file(self.files, name, "its checksum does not fit its content")
+            fsync_path(partial)
+            partial.rename(to)
+        finally:
+            partial.unlink(missing_ok=True)
+        fsync_path(to.parent)
+
+    def _tensors(self, name: str, entry: list[int]) -> dict[str, Tensor]:
+        if is_url(self.root):
+            found: dict[str, Tensor] = load(checked(self.files, name, entry))
+            return found
+        path = Path(self.root) / name
+        if not path.is_file() or file_entry(path) != entry:  # summed piece by piece: it is large
+            raise damaged_file(
+                self.files, name, "missing, or its checksum does not fit its content"
+            )
+        tensors: dict[str, Tensor] = load_file(path)
+        return tensors
 
 
-def _mend(root: Path, unit: str) -> str:
-    return (
-        f"unit {unit} is damaged. Delete {root / 'commits' / f'{unit}.json'} and "
-        f"{root / 'manifest.json'} and run `dflash cache build` again: it extracts that unit anew"
-    )
-
-
-def _locate(record: UnitRecord) -> list[Located]:
-    columns = zip(
-        record.sample_ids,
-        record.lengths,
-        record.supervised,
-        record.groups,
-        record.starts,
-        strict=True,
-    )
-    return [
-        Located(
-            sample_id=sample_id,
-            length=length,
-            supervised=supervised,
-            group=group,
-            unit=record.unit,
-            start=start,
-        )
-        for sample_id, length, supervised, group, start in columns
-    ]
+def _outgrows_memory(size: int) -> bool:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return size > SHARE_OF_MEMORY * memory

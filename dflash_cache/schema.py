@@ -4,29 +4,45 @@
       zarr.json                     root group; its attributes are the identity and its fingerprint
       plan.parquet                  frozen before extraction: which samples form which unit
       units/bucket-0770/<unit>.<attempt>/   one immutable zarr group per unit and attempt
-        hidden/<target layer>       uint16 [tokens, H]: the bits of bfloat16
+        hidden/<target layer>       [tokens, H], spelt as the encoding says (`encodings`)
+        final_hidden                the same, if asked for
+        scales/<plane>              float32 [tokens], in the encodings that scale
+        exponents/<plane>           uint8 [tokens, H], in the lossless encoding
         input_ids  loss_mask        int32, uint8 [tokens]
+        checksums/<plane>           uint32 [chunks]: CRC-32C of every chunk of a plane
       commits/<unit>.json           the only source of truth, created exclusively
+      channels.safetensors          float32 [H] per plane, in the encoding with static scales
       frozen.safetensors            token embedding and LM head of the target
       manifest.json                 the seal: from then on the cache is immutable
 
 Target layer i is the output of decoder layer i, which is entry i + 1 of a Hugging Face
-`hidden_states` tuple (entry 0 is the embedding).  Every sample starts on a chunk boundary of
+`hidden_states` tuple (entry 0 is the embedding).  `final_hidden` is the state after the target's
+final norm, exactly what its LM head reads.  Every sample starts on a chunk boundary of
 `CHUNK_TOKENS` tokens; nothing else is padded.
+
+Every byte is covered: the manifest knows the checksums of the files beside it, a commit record
+those of the files of its unit, and both are exactly the bytes that this module would write.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from typing import Any, Self
 
-import google_crc32c
-
+from dflash_cache.checksums import digest
+from dflash_cache.encodings import HIDDEN
 from dflash_cache.errors import CacheError
+from dflash_cache.layout import first_rows
 
-FORMAT_VERSION = 1
-CHUNK_TOKENS = 64
+FORMAT_VERSION = 2
+CHANNELS_FILE = "channels.safetensors"
+FINAL_HIDDEN = "final_hidden"
+FINAL_POSITION = "after the final norm"
 LAYER_CONVENTION = "output of decoder layer i = hidden_states[i + 1]"
+
+REPAIR = "`dflash cache repair` on the folder extracts again what is lost"
+
+Payload = bytes  # records have a field of that name
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -62,6 +78,7 @@ class TargetSpec(Record):
     """What stage two must know of the target, which it never loads."""
 
     name: str
+    revision: str | None  # commit of the Hub; None for a folder
     model_type: str
     config_sha256: str
     weights_sha256: str
@@ -105,11 +122,19 @@ class Identity(Record):
     tokens: int
     target_layer_ids: list[int]
     layer_convention: str
+    final_hidden: str | None  # where that state stands; None where it is not kept
     hidden_size: int
     encoding: str
     chunk_tokens: int
+    alignment: int
     bucket_edges: list[int]
     unit_tokens: int
+
+    @property
+    def planes(self) -> list[str]:
+        """Paths of the arrays of states, in the order in which they are kept."""
+        kept = [plane_of(layer_id) for layer_id in self.target_layer_ids]
+        return kept + ([FINAL_HIDDEN] if self.final_hidden else [])
 
     @property
     def fingerprint(self) -> str:
@@ -137,6 +162,42 @@ def first_difference(found: Any, wanted: Any, path: str = "") -> tuple[str, Any,
     return None if found == wanted else (path, found, wanted)
 
 
+def plane_of(layer_id: int) -> str:
+    """Path of a target layer's states in a unit."""
+    return f"{HIDDEN}/{layer_id}"
+
+
+def spoken(plane: str) -> str:
+    """A plane as people call it."""
+    if plane == FINAL_HIDDEN:
+        return "final hidden state"
+    return f"target layer {plane.removeprefix(f'{HIDDEN}/')}"
+
+
+def part_of(plane: str, part: str) -> str:
+    """Path of a part of a plane in a unit: the plane's own for the states themselves."""
+    return plane if part == HIDDEN else f"{part}/{plane.rpartition('/')[2]}"
+
+
+def sealed_json(body: dict[str, Any]) -> bytes:
+    """JSON with a checksum over itself."""
+    return json.dumps({**body, "xxh3": digest(canonical_json(body))}).encode()
+
+
+def opened_json(payload: bytes, *, where: str, what: str) -> dict[str, Any]:
+    """What `sealed_json` was given, or an error: not one byte may differ, blanks included."""
+    try:
+        body = json.loads(payload)
+        del body["xxh3"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise CacheError(f"{where}: not a {what}; it is damaged. {REPAIR}") from None
+    if sealed_json(body) != payload:
+        raise CacheError(
+            f"{where}: its checksum does not fit its content; the {what} is damaged. {REPAIR}"
+        )
+    return dict(body)
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitRecord(Record):
     """One committed unit.  A reader believes this and nothing else."""
@@ -150,29 +211,29 @@ class UnitRecord(Record):
     lengths: list[int]
     supervised: list[int]
     groups: list[str]
-    starts: list[int]  # token row at which each sample begins, a multiple of the chunk
-    tokens_stored: int
-    files: dict[str, int]  # relative path -> size in bytes
+    channels_checksum: int | None  # of the static scales that its states were spelt with
+    encoding_error: dict[str, dict[str, float]]  # plane -> median and p99; empty where exact
+    files: dict[str, list[int]]  # relative path -> size in bytes, XXH3-64
 
-    def to_bytes(self) -> bytes:
-        """JSON with a checksum over itself, so that a damaged record is not believed."""
-        body = self.to_dict()
-        return json.dumps({**body, "crc32c": checksum(canonical_json(body))}).encode()
+    @property
+    def starts(self) -> list[int]:
+        """Token row at which each sample begins."""
+        return first_rows(self.lengths)[:-1]
+
+    @property
+    def tokens_stored(self) -> int:
+        return first_rows(self.lengths)[-1]
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+    def to_bytes(self) -> "Payload":
+        return sealed_json(self.to_dict())
 
     @classmethod
-    def from_bytes(cls, payload: bytes, *, where: str) -> Self:
-        try:
-            body = json.loads(payload)
-            found = body.pop("crc32c")
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise CacheError(f"{where}: not a commit record; the cache is damaged") from None
-        wanted = checksum(canonical_json(body))
-        if found != wanted:
-            raise CacheError(
-                f"{where}: checksum {found} in the record, {wanted} over its content; "
-                "the record is damaged"
-            )
-        return cls.from_dict(body, where=where)
+    def from_bytes(cls, payload: "Payload", *, where: str) -> Self:
+        return cls.from_dict(opened_json(payload, where=where, what="commit record"), where=where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,21 +253,15 @@ class Manifest(Record):
     skipped: dict[str, int]
     proofs: dict[str, Any]
     agreement: dict[str, Any]
+    encoding_error: dict[str, dict[str, float]]  # plane -> median and p99; empty where exact
+    files: dict[str, list[int]]  # beside the manifest: name -> size in bytes, XXH3-64
+    options: dict[str, Any]  # of the build, so that damaged units can be extracted again
     software: dict[str, str]
     created: str
-    data: str = field(default="")
 
+    def to_bytes(self) -> "Payload":
+        return sealed_json(self.to_dict())
 
-def checksum(payload: bytes) -> int:
-    """CRC-32C, the checksum that zarr's own chunks carry."""
-    return int(google_crc32c.value(payload))
-
-
-def bytes_per_token(*, target_layers: int, hidden_size: int) -> int:
-    """States in bfloat16 plus one int32 id and one byte of loss mask."""
-    return target_layers * hidden_size * 2 + 4 + 1
-
-
-def padded(tokens: int) -> int:
-    """Tokens that a sample occupies on disk."""
-    return -(-tokens // CHUNK_TOKENS) * CHUNK_TOKENS
+    @classmethod
+    def from_bytes(cls, payload: "Payload", *, where: str) -> Self:
+        return cls.from_dict(opened_json(payload, where=where, what="manifest"), where=where)

@@ -47,11 +47,11 @@ class Survey:
     stop_ids: list[int]  # every id that ends an answer: the tokenizer's and the generation's
 
 
-def survey_target(name: str, *, dtype: str) -> Survey:
+def survey_target(name: str, *, dtype: str, revision: str | None = None) -> Survey:
     """Find a target and describe it; refuses what we cannot serve faithfully."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = find_target(name)
+    folder = find_target(name, revision=revision)
     tokenizer = load_tokenizer(folder)
     try:
         with torch.device("meta"):
@@ -87,9 +87,11 @@ def stop_ids(folder: Path, tokenizer: Any, model: Any) -> list[int]:
     return sorted({int(i) for i in flat if i is not None})
 
 
-def find_target(name: str) -> Path:
+def find_target(name: str, *, revision: str | None = None) -> Path:
     """The local folder of a target; a Hub name is downloaded into the Hub's own cache."""
     if Path(name).is_dir():
+        if revision is not None:
+            raise TargetError(f"{name}: a folder has no revisions; leave out --target-revision")
         if not (Path(name) / "config.json").is_file():
             raise TargetError(f"{name}: no config.json in this folder; is it a model folder?")
         return Path(name)
@@ -97,7 +99,7 @@ def find_target(name: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(name))
+        return Path(snapshot_download(name, revision=revision))
     except (OSError, HFValidationError, ValueError) as error:
         raise TargetError(
             f"{name}: neither a folder here nor a model that the Hub gives us ({first_line(error)})"
@@ -165,6 +167,8 @@ def describe_target(name: str, folder: Path, model: Any, *, dtype: str) -> Targe
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return TargetSpec(
         name=Path(name).name if Path(name).is_dir() else name,
+        # The Hub's cache keeps every snapshot in a folder that bears its commit.
+        revision=None if Path(name).is_dir() else folder.name,
         model_type=config.model_type,
         config_sha256=hash_config(folder),
         weights_sha256=NOT_HASHED,

@@ -63,6 +63,13 @@ class Target:
             return taps.take()
 
     @torch.inference_mode()
+    def hidden_and_final(self, input_ids: Tensor, layer_ids: Sequence[int]) -> list[Tensor]:
+        """The same, and behind them what the head reads: the state after the final norm."""
+        with LayerTaps(self.layers, layer_ids, stop=False) as taps:
+            output = self.decoder(input_ids=input_ids.to(self.device), use_cache=False)
+            return [*taps.take(), output.last_hidden_state]
+
+    @torch.inference_mode()
     def all_hidden_states(self, input_ids: Tensor) -> tuple[Tensor, ...]:
         """What the library itself reports: entry 0 the embedding, entry i + 1 target layer i.
 

@@ -11,6 +11,11 @@ from dflash_cache.errors import ConfigError
 from dflash_cache.schema import TokenizerSpec
 
 
+def hash_tokenizer(tokenizer: Any) -> str:
+    """SHA-256 of everything that turns text into ids."""
+    return sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+
 def describe_tokenizer(
     tokenizer: Any,
     *,
@@ -25,7 +30,7 @@ def describe_tokenizer(
     """
     unused = sorted(i for i in special_ids(tokenizer) if not seen.get(i))
     spec = TokenizerSpec(
-        sha256=sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        sha256=hash_tokenizer(tokenizer),
         chat_template_sha256=_hash_or_none(_template_text(tokenizer)),
         # Where ids end: len(tokenizer) counts tokens, and some number them with holes.
         length=max(tokenizer.get_vocab().values(), default=-1) + 1,

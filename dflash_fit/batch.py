@@ -9,6 +9,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dflash_cache.encodings import ENCODINGS, EXPONENTS, HIDDEN, SCALES, decode
+from dflash_fit.pinned import host_tensor
+
+ENCODING_OF = {encoding.parts[0].dtype: name for name, encoding in ENCODINGS.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
@@ -19,6 +24,7 @@ class BatchShape:
     hidden_size: int  # H
     anchors: int  # A
     block_size: int  # B
+    encoding: str = "bf16"  # of the states, as the cache keeps them
 
     @property
     def slots(self) -> int:
@@ -27,9 +33,15 @@ class BatchShape:
 
 @dataclass(kw_only=True, eq=False)
 class Batch:
-    """One packed batch.  Padding has document id -1; invalid anchors are at position 0."""
+    """One packed batch.  Padding has document id -1; invalid anchors are at position 0.
 
-    hidden: Tensor  # bf16 [K, T, H]
+    States come as the cache spells them and are widened on the device, by `states`.
+    """
+
+    hidden: Tensor  # [K, T, H], bf16 or what the encoding has in its place
+    scales: Tensor  # fp32 [K, T] where the encoding scales tokens, otherwise [K, 0]
+    exponents: Tensor  # uint8 [K, T, H] where the encoding splits numbers, otherwise [K, 0, H]
+    channels: Tensor  # fp32 [K, H] where the encoding has static scales, otherwise [K, 0]
     input_ids: Tensor  # int64 [T]
     position_ids: Tensor  # int64 [T], from 0 in every document
     document_ids: Tensor  # int32 [T]
@@ -42,12 +54,23 @@ class Batch:
     def empty(cls, shape: BatchShape, *, device: torch.device, pinned: bool = False) -> Self:
         """All padding, no anchors."""
         tokens, anchors = (shape.token_budget,), (shape.anchors,)
+        encoding = ENCODINGS[shape.encoding]
+        parts = {part.name: part.dtype for part in encoding.parts}
+        planes, width = shape.target_layers, shape.hidden_size
 
         def new(size: tuple[int, ...], dtype: torch.dtype, value: int = 0) -> Tensor:
-            return torch.full(size, value, dtype=dtype, device=device, pin_memory=pinned)
+            if device.type == "cpu":
+                return host_tensor(size, dtype, pinned=pinned).fill_(value)
+            return torch.full(size, value, dtype=dtype, device=device)
+
+        def rows(part: str) -> int:
+            return shape.token_budget if part in parts else 0
 
         return cls(
-            hidden=new((shape.target_layers, *tokens, shape.hidden_size), torch.bfloat16),
+            hidden=new((planes, rows(HIDDEN), width), parts[HIDDEN]),
+            scales=new((planes, rows(SCALES)), torch.float32),
+            exponents=new((planes, rows(EXPONENTS), width), torch.uint8),
+            channels=new((planes, width if encoding.static_scales else 0), torch.float32),
             input_ids=new(tokens, torch.int64),
             position_ids=new(tokens, torch.int64),
             document_ids=new(tokens, torch.int32, -1),
@@ -56,6 +79,17 @@ class Batch:
             anchor_positions=new(anchors, torch.int64),
             anchor_valid=new(anchors, torch.bool),
         )
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The parts that the encoding has, by the name that the reader knows them by."""
+        every = {HIDDEN: self.hidden, SCALES: self.scales, EXPONENTS: self.exponents}
+        return {name: part for name, part in every.items() if part.shape[1]}
+
+    @property
+    def states(self) -> Tensor:
+        """Hidden states bf16 [K, T, H]; the very tensor where they are kept so."""
+        return decode(ENCODING_OF[self.hidden.dtype], self.parts, self.channels[:, None])
 
     def tensors(self) -> list[Tensor]:
         return [getattr(self, field.name) for field in fields(self)]

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_cache import disk
-from dflash_cache.schema import first_difference
+from dflash_cache.schema import Identity, first_difference
 from dflash_fit.config import SPEED_ONLY, FitConfig
 from dflash_fit.drafter import DFlashDraftModel
 from dflash_fit.errors import RunFolderError
@@ -49,10 +49,10 @@ class RunState:
 START = RunState(step=0, epoch=0, index=0, best_step=None, best_acceptance=0.0)
 
 
-def open_run(config: FitConfig, *, fingerprint: str) -> None:
+def open_run(config: FitConfig, *, identity: Identity) -> None:
     """Make the run folder, or check that it holds this very run."""
     path = config.out / "config.json"
-    resolved = resolve(config, fingerprint=fingerprint)
+    resolved = resolve(config, identity=identity)
     if path.is_file():
         refuse_other_run(path, resolved)
         return
@@ -65,12 +65,16 @@ def open_run(config: FitConfig, *, fingerprint: str) -> None:
     disk.write_file(path, json.dumps(resolved, indent=2).encode())
 
 
-def resolve(config: FitConfig, *, fingerprint: str) -> dict[str, Any]:
-    """All options as JSON, with the cache's fingerprint beside them."""
+def resolve(config: FitConfig, *, identity: Identity) -> dict[str, Any]:
+    """All options as JSON, and what the cache holds: a run goes on with the very same."""
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     plain = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
     plain["target_layers"] = list(config.target_layers) if config.target_layers else None
-    return {**plain, "cache_fingerprint": fingerprint}
+    return {
+        **plain,
+        "cache_identity": identity.to_dict(),
+        "cache_fingerprint": identity.fingerprint,
+    }
 
 
 def refuse_other_run(path: Path, wanted: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ class FitConfig:
     """What `dflash fit` runs."""
 
     # These decide the result; a resumed run must have the same.
-    cache: Path = required("Folder of a complete cache.")
+    cache: str = required("Folder or URL of a complete cache.")
     out: Path = required("Run folder; running the same command again resumes in it.")
     target_layers: tuple[int, ...] | None = option(
         None, "Cached target layers that the drafter reads (default: all)."
@@ -111,7 +111,7 @@ class EvalConfig:
     """What `dflash eval` runs: offline from a cache, or real decoding with the target."""
 
     drafter: Path = required("Drafter folder: a run, one of its checkpoints, or an export.")
-    cache: Path | None = option(None, "Measure offline on the held-out samples of this cache.")
+    cache: str | None = option(None, "Measure offline on the held-out samples of this cache.")
     target: str | None = option(None, "Measure by real decoding with this target.")
     prompts: str | None = option(None, "Prompts to decode: rows with messages or prompt.")
     held_out: float | None = option(

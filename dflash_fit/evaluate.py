@@ -16,6 +16,7 @@ from dflash_cache.rows import Row, iter_rows
 from dflash_cache.samples import messages_of
 from dflash_cache.survey import survey_target, with_weights_hash
 from dflash_cache.target import Target, load_weights
+from dflash_cache.vocabulary import hash_tokenizer
 from dflash_fit.acceptance import (
     Chain,
     is_looping,
@@ -56,11 +57,12 @@ def evaluate_offline(
     drafter: DFlashDraftModel,
     training: dict[str, Any],
     folder: Path,
-    cache: Path,
+    cache: str,
 ) -> dict[str, Any]:
     """Acceptance on the samples of a cache that never trained."""
     reader = CacheReader(cache)
-    refuse_other_target(training, reader.identity.target, where=str(cache))
+    identity = reader.identity
+    refuse_other_target(training, identity.target, identity.tokenizer["sha256"], where=str(cache))
     refuse_unfit_drafter(drafter, reader.identity.target, where=str(cache))
     absent = set(drafter.config.target_layer_ids) - set(reader.identity.target_layer_ids)
     if absent:
@@ -78,20 +80,21 @@ def evaluate_offline(
         load_frozen(reader, dtype=DTYPES[config.dtype], device=device),
         reader,
         documents,
-        shape=_shape(drafter, tokens=budget),
+        shape=_shape(drafter, tokens=budget, encoding=reader.identity.encoding),
         device=device,
         anchor_group=ANCHOR_GROUP,
     )
     return {"kind": "offline", "drafter": str(folder), "cache": str(cache), **values}
 
 
-def _shape(drafter: DFlashDraftModel, *, tokens: int) -> BatchShape:
+def _shape(drafter: DFlashDraftModel, *, tokens: int, encoding: str = "bf16") -> BatchShape:
     return BatchShape(
         target_layers=len(drafter.config.target_layer_ids),
         token_budget=tokens,
         hidden_size=drafter.config.hidden_size,
         anchors=ANCHOR_GROUP,
         block_size=drafter.config.block_size,
+        encoding=encoding,
     )
 
 
@@ -105,7 +108,8 @@ def evaluate_decoding(
     refuse_unfit_drafter(drafter, survey.spec.to_dict(), where=config.target)
     prompts = load_prompts(config.prompts, survey.tokenizer, limit=config.max_prompts)
     survey = with_weights_hash(survey)
-    refuse_other_target(training, survey.spec.to_dict(), where=config.target)
+    tokenizer = hash_tokenizer(survey.tokenizer)
+    refuse_other_target(training, survey.spec.to_dict(), tokenizer, where=config.target)
     target = load_weights(survey, device=config.device)
     frozen = Frozen(embedding=target.embedding, head=target.head)
     answers = [
@@ -225,13 +229,19 @@ def prompt_of(row: Row) -> list[dict[str, Any]]:
     return turns
 
 
-def refuse_other_target(training: dict[str, Any], target: dict[str, Any], *, where: str) -> None:
-    """A drafter serves the target that it was trained for, to the last weight."""
-    for field in ("config_sha256", "weights_sha256"):
-        wanted = training.get(f"target_{field}")
-        if wanted is not None and wanted != target[field]:
+def refuse_other_target(
+    training: dict[str, Any], target: dict[str, Any], tokenizer_sha256: str, *, where: str
+) -> None:
+    """A drafter serves the target that it was trained for, to the last weight and token."""
+    pairs = {
+        "config_sha256": (target["config_sha256"], training.get("target_config_sha256")),
+        "weights_sha256": (target["weights_sha256"], training.get("target_weights_sha256")),
+        "tokenizer_sha256": (tokenizer_sha256, training.get("tokenizer_sha256")),
+    }
+    for field, (found, wanted) in pairs.items():
+        if wanted is not None and wanted != found:
             raise CacheMismatchError(
-                f"{where}: target {target['name']} has {field} {target[field][:12]}..., the "
+                f"{where}: target {target['name']} has {field} {found[:12]}..., the "
                 f"drafter was trained for {training.get('target')} with {wanted[:12]}...; "
                 "give the target that it was trained for"
             )

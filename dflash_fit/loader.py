@@ -64,6 +64,7 @@ def fill_documents(
     batch: Batch, reader: CacheReader, pack: Pack, *, layer_ids: Sequence[int]
 ) -> None:
     """Read the documents of a pack into a host batch; the rest becomes padding, zeros and all."""
+    reader.open_units(pack.documents)
     batch.document_ids.fill_(-1)
     batch.loss_mask.fill_(False)
     batch.input_ids.zero_()
@@ -72,18 +73,25 @@ def fill_documents(
     end = 0
     for number, (document, start) in enumerate(zip(pack.documents, pack.starts, strict=True)):
         ids, mask = reader.tokens(document)
-        # Nobody looks at padding, but 0 * NaN from an earlier batch would still be NaN.
-        batch.hidden[:, end:start] = 0
+        _clear(batch, end, start)
         end = start + len(ids)
-        rows = slice(start, start + len(ids))
+        rows = slice(start, end)
         batch.input_ids[rows] = torch.from_numpy(ids)
         batch.loss_mask[rows] = torch.from_numpy(mask)
         batch.position_ids[rows] = torch.arange(len(ids))
         batch.document_ids[rows] = number
         batch.document_starts[rows] = start
-        for k, layer_id in enumerate(layer_ids):
-            reader.read_hidden(document, layer_id, batch.hidden[k, rows])
-    batch.hidden[:, end:] = 0
+    _clear(batch, end, len(batch.input_ids))
+    reader.read_documents(pack.documents, pack.starts, layer_ids, batch.parts)
+    channels = reader.channels(layer_ids)
+    if channels is not None:
+        batch.channels.copy_(channels)
+
+
+def _clear(batch: Batch, begin: int, end: int) -> None:
+    """Nobody looks at padding, but 0 * NaN from an earlier batch would still be NaN."""
+    for part in batch.parts.values():
+        part[:, begin:end].view(torch.uint8).zero_()  # float8 has no zero of its own
 
 
 def fill_anchors(batch: Batch, rng: np.random.Generator) -> None:

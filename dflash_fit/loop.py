@@ -34,7 +34,7 @@ def fit(config: FitConfig, *, stop: Stop | None = None) -> dict[str, Any]:
     reader = CacheReader(config.cache)
     run = prepare(config, reader)
     # Only now: a run that could not be prepared leaves no folder behind.
-    checkpoint.open_run(config, fingerprint=reader.identity.fingerprint)
+    checkpoint.open_run(config, identity=reader.identity)
     with full_disk_is_told(config.out, "Earlier checkpoints are kept."), stop_signals() as asked:
         state = resume(run)
         if state.step == 0 and state.best_step is None:
@@ -106,7 +106,7 @@ def _on_device(batch: Batch, device_batch: Batch | None) -> Batch:
         return batch
     device_batch.copy_(batch)
     # The loader fills this host batch again as soon as it gets it back.
-    torch.cuda.current_stream().synchronize()
+    torch.cuda.current_stream(device_batch.hidden.device).synchronize()
     return device_batch
 
 

@@ -35,7 +35,7 @@ def slots_right(
 
     `batch` is on the drafter's device; anchors go through in groups of one size.
     """
-    context = drafter.context(batch.hidden, batch.position_ids)
+    context = drafter.context(batch.states, batch.position_ids)
     none = torch.zeros(0, drafter.config.block_size - 1, dtype=torch.bool)
     right, counted = [none], [none]
     for begin in range(0, len(anchors), group):

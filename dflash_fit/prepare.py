@@ -52,6 +52,7 @@ def prepare(config: FitConfig, reader: CacheReader) -> Run:
         hidden_size=drafter_config.hidden_size,
         anchors=config.anchors,
         block_size=config.block_size,
+        encoding=reader.identity.encoding,
     )
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     drafter = new_drafter(drafter_config, seed=config.seed, device=device)

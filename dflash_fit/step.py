@@ -97,7 +97,7 @@ def accumulate(
     """
     labels, counts, weights = slot_weights(batch, config)
     weights = weights / normaliser.clamp(min=1e-20)
-    context = drafter.context(batch.hidden, batch.position_ids)
+    context = drafter.context(batch.states, batch.position_ids)
     leaves = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in context]
     total = torch.zeros((), device=labels.device)
     for begin in range(0, config.shape.anchors, config.anchor_microbatch):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-STEPS = ("mkdir", "fsync", "replace", "link", "rename")
+STEPS = ("mkdir", "fsync", "replace", "link", "rename", "pwrite")
 CLEANING = ("unlink", "rmdir")
 
 
 class Faults:
-    """Counts the steps, and lets one of them fail.
+    """Counts the steps of the kinds given, and lets one of them fail.
 
     `dead`: from that step on nothing works, cleaning up included, as after a power cut.
     """
@@ -23,29 +23,21 @@ class Faults:
         self, patch: pytest.MonkeyPatch, *, at: int, dead: bool, steps: Sequence[str] = STEPS
     ) -> None:
         self.at, self.dead, self.seen, self.broken = at, dead, 0, False
+        self.counting = threading.Lock()  # shards are written by several threads
         # Flushing takes most of the time and changes nothing that a test can see.
         patch.setattr(os, "fsync", lambda _: None)
-        for name in steps:
-            patch.setattr(os, name, self._counted(name, getattr(os, name)))
-        for name in CLEANING:
-            patch.setattr(os, name, self._cleaning(getattr(os, name)))
+        for name in (*STEPS, *CLEANING):
+            patch.setattr(os, name, self._wrapped(getattr(os, name), counts=name in steps))
 
-    def _counted(self, name: str, step: Callable) -> Callable:
+    def _wrapped(self, step: Callable, *, counts: bool) -> Callable:
         def wrapped(*args, **options):
-            # zarr's threads race for the folders that they need: how often differs from run to run.
-            counts = name != "mkdir" or threading.current_thread() is threading.main_thread()
-            self.seen += counts
-            if (counts and self.seen == self.at) or (self.broken and self.dead):
-                self.broken = True
+            with self.counting:
+                self.seen += counts
+                fails = counts and self.seen == self.at
+                self.broken = self.broken or fails
+                dead = self.broken and self.dead
+            if fails or dead:
                 raise OSError(errno.EIO, f"step {self.seen} failed")
-            return step(*args, **options)
-
-        return wrapped
-
-    def _cleaning(self, step: Callable) -> Callable:
-        def wrapped(*args, **options):
-            if self.broken and self.dead:
-                raise OSError(errno.EIO, "dead")
             return step(*args, **options)
 
         return wrapped
@@ -58,9 +50,13 @@ def every_failure(
     dead: bool,
     before: Callable[[Path], object] | None = None,
     steps: Sequence[str] = STEPS,
+    stride: int = 1,
 ) -> Iterator[Path]:
-    """Act in a folder of its own with the first, second ... step failing, until none is left."""
-    for number in count(1):
+    """Act in a folder of its own with the first, second ... step failing, until none is left.
+
+    `stride` leaves steps out, where many are alike.
+    """
+    for number in count(1, stride):
         folder = parent / f"{number}"
         folder.mkdir()
         if before:

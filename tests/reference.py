@@ -184,14 +184,13 @@ def make_document(
     generator: torch.Generator,
     settings: Mapping[str, Any] = SMALL,
     prompt: int = 1,
-    dtype: torch.dtype = torch.float32,
 ) -> Document:
-    """Random tokens and states; all but the prompt is supervised."""
+    """Random tokens, and states that bfloat16 can hold; all but the prompt is supervised."""
     shape = (len(settings["target_layer_ids"]), length, settings["hidden_size"])
     return Document(
         ids=torch.randint(settings["mask_token_id"], (length,), generator=generator),
         mask=torch.arange(length) >= prompt,
-        states=torch.randn(shape, generator=generator).to(dtype),
+        states=torch.randn(shape, generator=generator).bfloat16().float(),
     )
 
 
@@ -228,7 +227,11 @@ def pack(
     layers, _, hidden = documents[0].states.shape
     fields = {
         # Not zeros: whatever lies between the documents must not matter.
-        "hidden": torch.full((layers, token_budget, hidden), 3.0, dtype=documents[0].states.dtype),
+        "hidden": torch.full((layers, token_budget, hidden), 3.0, dtype=torch.bfloat16),
+        # bfloat16 states have none of these.
+        "scales": torch.zeros(layers, 0),
+        "exponents": torch.zeros(layers, 0, hidden, dtype=torch.uint8),
+        "channels": torch.zeros(layers, 0),
         "input_ids": torch.full((token_budget,), 2),
         "position_ids": torch.zeros(token_budget, dtype=torch.int64),
         "document_ids": torch.full((token_budget,), -1, dtype=torch.int32),
@@ -239,6 +242,7 @@ def pack(
     for number, (document, start) in enumerate(zip(documents, starts, strict=True)):
         rows = slice(start, start + len(document.ids))
         fields["hidden"][:, rows] = document.states
+        assert torch.equal(fields["hidden"][:, rows].to(document.states.dtype), document.states)
         fields["input_ids"][rows] = document.ids
         fields["position_ids"][rows] = torch.arange(len(document.ids))
         fields["document_ids"][rows] = number

@@ -136,7 +136,7 @@ def test_a_word_that_is_no_value_is_usage_and_named(build, options, told):
 
 
 def test_no_folder_for_info_is_usage(dflash):
-    is_usage(dflash("cache", "info"), "Missing argument 'FOLDER'")
+    is_usage(dflash("cache", "info"), "Missing argument 'CACHE'")
 
 
 # --- options ------------------------------------------------------------------------------------
@@ -146,6 +146,9 @@ def test_no_folder_for_info_is_usage(dflash):
     ("options", "told"),
     [
         ({"target_dtype": "float16"}, "--target-dtype float16: want bfloat16 or float32"),
+        ({"target_revision": "main"}, "a folder has no revisions; leave out --target-revision"),
+        ({"encoding": "fp4"}, "--encoding fp4: want bf16, lossless"),
+        ({"workers": 0}, "--workers 0: want 1 or more"),
         ({"bucket_edges": "10,5"}, "--bucket-edges (10, 5): want increasing numbers"),
         ({"batch_tokens": 0}, "--batch-tokens 0: want 1 or more"),
         ({"max_skipped": 2}, "--max-skipped 2.0: want a share between 0 and 1"),
@@ -169,7 +172,7 @@ def test_an_option_that_cannot_work_is_one_message(build, tmp_path, options, tol
 def test_a_full_disk_before_the_first_byte_is_one_message(build, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    is_one_message(build(), "nothing was written", "Free space")
+    is_one_message(build(), "Nothing was written", "Free space")
     assert not (tmp_path / "out").exists()
 
 
@@ -297,11 +300,23 @@ def test_info_of_no_cache_is_one_message(dflash, tmp_path, content):
 
 
 @pytest.mark.parametrize(
+    "words", [["gc"], ["convert", "--encoding", "fp8", "--out", "new"]], ids=["gc", "convert"]
+)
+def test_other_commands_on_no_cache_are_one_message_and_make_nothing(
+    dflash, tmp_path, monkeypatch, words
+):
+    monkeypatch.chdir(tmp_path)
+    is_one_message(dflash("cache", *words, "nothing"), "not a cache folder")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("name", "told"),
     [("manifest.json", "not a manifest"), ("commits/u000000.json", "not a commit record")],
 )
 def test_info_of_a_damaged_cache_is_one_message(build, dflash, tmp_path, name, told):
     assert build().exit_code == 0
+    (tmp_path / "out" / "manifest.json").unlink()  # a sealed cache has its totals there
     (tmp_path / "out" / name).write_text("{")
     is_one_message(dflash("cache", "info", tmp_path / "out"), name, told)
     is_one_message(dflash("cache", "info", tmp_path / "out", "--json"), name, told)

@@ -56,7 +56,7 @@ def test_units_have_names_of_their_own_in_the_order_of_buckets_and_lengths(
 ):
     units = plan_units(lengths, edges=edges, unit_tokens=unit_tokens)
     assert [unit.name for unit in units] == [f"u{number:06d}" for number in range(len(units))]
-    order = [(unit.bucket, lengths[member]) for unit in units for member in unit.members]
+    order = [(unit.bucket, -lengths[member]) for unit in units for member in unit.members]
     assert order == sorted(order)
 
 
@@ -71,8 +71,8 @@ def test_an_edge_is_the_first_length_of_the_next_bucket():
     units = plan_units([9, 10, 11, 19, 20, 35], edges=[10, 20], unit_tokens=1000)
     assert [(unit.bucket, unit.members) for unit in units] == [
         (10, (0,)),
-        (20, (1, 2, 3)),
-        (36, (4, 5)),
+        (20, (3, 2, 1)),
+        (36, (5, 4)),
     ]
 
 

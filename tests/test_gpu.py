@@ -6,22 +6,34 @@ from conftest import tiny_build
 from test_loop import losses, tiny_fit
 
 from dflash_cache.build import build_cache
+from dflash_cache.config import ENCODING_NAMES
 from dflash_cache.reader import CacheReader
 from dflash_fit import loop
 from dflash_fit.config import EvalConfig
 from dflash_fit.evaluate import evaluate_drafter
+from dflash_fit.pinned import host_tensor
 
 pytestmark = pytest.mark.gpu
 
 
-def test_a_run_on_the_gpu_follows_the_run_on_the_cpu(tiny_cache, tmp_path):
+@pytest.mark.parametrize("encoding", ENCODING_NAMES)
+def test_a_run_on_the_gpu_follows_the_run_on_the_cpu(tiny_target, tiny_data, tmp_path, encoding):
+    cache = tmp_path / "cache"
+    build_cache(tiny_build(tiny_target, tiny_data, cache, encoding=encoding))
     for device in ("cpu", "cuda"):
-        loop.fit(tiny_fit(tiny_cache, tmp_path / device, device=device))
+        loop.fit(tiny_fit(cache, tmp_path / device, device=device))
     found, wanted = losses(tmp_path / "cuda"), losses(tmp_path / "cpu")
     assert [step for step, _, _ in found] == [step for step, _, _ in wanted]
     for (_, loss, norm), (_, cpu_loss, cpu_norm) in zip(found, wanted, strict=True):
         assert loss == pytest.approx(cpu_loss, rel=1e-3)
         assert norm == pytest.approx(cpu_norm, rel=1e-2)
+
+
+def test_pinned_memory_is_known_to_cuda_and_copied_whole():
+    tensor = host_tensor((3, 1000), torch.bfloat16, pinned=True)
+    assert tensor.is_pinned()
+    tensor.copy_(torch.arange(3000).view(3, 1000))
+    assert torch.equal(tensor.to("cuda", non_blocking=True).cpu(), tensor)
 
 
 def test_a_run_in_bf16_goes_on_where_it_stopped(tiny_cache, tmp_path):

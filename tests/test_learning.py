@@ -82,7 +82,7 @@ class Toy:
         return Document(
             ids=ids[:length],
             mask=torch.ones(length, dtype=torch.bool),
-            states=torch.stack([told, torch.ones_like(told)]),
+            states=torch.stack([told, torch.ones_like(told)]).bfloat16().float(),
         )
 
 

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import chat_rows, tiny_build, write_jsonl
 from safetensors.torch import load_file
 
+from dflash_cache.build import build_cache
+from dflash_cache.config import ENCODING_NAMES
 from dflash_cache.errors import ConfigError, DiskFullError
 from dflash_cache.reader import CacheReader
 from dflash_fit import checkpoint, loop, prepare
@@ -40,7 +43,7 @@ def tiny_fit(cache: Path, out: Path, **changes) -> FitConfig:
         "log_every": 1,
         "device": "cpu",
     }
-    return FitConfig(cache=cache, out=out, **{**options, **changes})
+    return FitConfig(cache=str(cache), out=out, **{**options, **changes})
 
 
 def losses(run: Path) -> list[tuple[int, float, float]]:
@@ -223,13 +226,9 @@ def test_options_that_change_only_speed_may_change(tiny_cache, tmp_path):
 
 
 def test_another_cache_is_refused_in_a_run_folder(ten_steps, tiny_target, tmp_path):
-    from conftest import chat_rows, tiny_build, write_jsonl
-
-    from dflash_cache.build import build_cache
-
     data = write_jsonl(tmp_path / "other.jsonl", chat_rows(20, seed=5))
     build_cache(tiny_build(tiny_target, data, tmp_path / "other"))
-    with pytest.raises(RunFolderError, match="cache_fingerprint"):
+    with pytest.raises(RunFolderError, match=r"begun with cache_identity\.data_sha256 = "):
         loop.fit(tiny_fit(tmp_path / "other", ten_steps))
 
 
@@ -315,12 +314,21 @@ def test_the_loader_gives_the_same_batches_from_any_position(tiny_cache):
     assert whole[3:] == tokens(Position(epoch=3 // packs, index=3 % packs), 5)
 
 
-def test_a_batch_holds_what_the_cache_holds_and_padding_is_marked(tiny_cache):
-    reader = CacheReader(tiny_cache)
-    run = prepare.prepare(tiny_fit(tiny_cache, Path("unused")), reader)
+@pytest.mark.parametrize("encoding", ENCODING_NAMES)
+def test_a_batch_holds_what_the_cache_holds_and_padding_is_marked(
+    tiny_cache, tiny_target, tiny_data, tmp_path, encoding
+):
+    cache = tiny_cache
+    if encoding != CacheReader(tiny_cache).identity.encoding:
+        cache = tmp_path / "cache"
+        build_cache(tiny_build(tiny_target, tiny_data, cache, encoding=encoding))
+    reader = CacheReader(cache)
+    assert reader.identity.encoding == encoding
+    run = prepare.prepare(tiny_fit(cache, Path("unused")), reader)
     loader = Loader(run.source, Position(epoch=0, index=0), steps=3, pinned=False)
     for buffer in loader.buffers:
-        buffer.hidden.fill_(float("nan"))  # what an earlier batch may have left
+        for part in buffer.parts.values():
+            part.view(torch.uint8).fill_(0xFF)  # NaN: what an earlier batch may have left
     layer_ids = run.drafter.config.target_layer_ids
     for number, (batch, _) in enumerate(loader):
         pack = run.source.plan(0)[number]
@@ -334,7 +342,7 @@ def test_a_batch_holds_what_the_cache_holds_and_padding_is_marked(tiny_cache):
             assert batch.position_ids[rows].tolist() == list(range(len(ids)))
             assert set(batch.document_ids[rows].tolist()) == {index}
             assert set(batch.document_starts[rows].tolist()) == {start}
-            assert torch.equal(batch.hidden[:, rows], reader.hidden(document, layer_ids))
+            assert torch.equal(batch.states[:, rows], reader.hidden(document, layer_ids))
         assert (batch.document_ids[~covered] == -1).all()
         assert not batch.loss_mask[~covered].any()
-        assert (batch.hidden[:, ~covered] == 0).all()
+        assert (batch.states[:, ~covered] == 0).all()

@@ -329,7 +329,7 @@ def test_a_build_stops_before_it_commits_a_wrong_state(
     data = write_jsonl(tmp_path / "rows.jsonl", chat_rows(4))
     with pytest.raises(ProofError):
         build.build_cache(tiny_build(tiny_target, data, tmp_path / "out"))
-    assert list((tmp_path / "out" / "commits").iterdir()) == []
+    assert list((tmp_path / "out").glob("commits/*")) == []
     assert list((tmp_path / "out" / "units").glob("*/*")) == []
     assert not (tmp_path / "out" / "manifest.json").exists()
 
@@ -347,7 +347,7 @@ def test_a_build_on_text_that_the_target_only_guesses_stops(tmp_path, tiny_targe
     config = tiny_build(tiny_target, tiny_data, tmp_path / "out", agreement_samples=4)
     with pytest.raises(ProofError, match="no likelier than guessing"):
         build.build_cache(config)
-    assert list((tmp_path / "out" / "commits").iterdir()) == []
+    assert list((tmp_path / "out").glob("commits/*")) == []
 
 
 def test_a_resumed_build_with_other_arithmetic_stops(tmp_path, tiny_target, target, monkeypatch):
@@ -370,7 +370,7 @@ def test_a_resumed_build_with_other_arithmetic_stops(tmp_path, tiny_target, targ
     monkeypatch.setattr(build, "load_weights", lambda *_, **__: spoil(target, Louder))
     with pytest.raises(ProofError, match=r"differ by 0\.0\d+ .* already in the cache"):
         build.build_cache(config)
-    assert list((config.out / "commits").iterdir()) == [first]
+    assert list(config.out.glob("commits/*")) == [first]
 
 
 def test_what_the_proofs_measured_is_in_the_manifest(tiny_cache):

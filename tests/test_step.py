@@ -16,6 +16,7 @@ from reference import (
     starts_of,
 )
 
+from dflash_cache.encodings import decode, encode
 from dflash_fit import step as step_module
 from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.drafter import DFlashDraftModel, DrafterConfig
@@ -199,6 +200,19 @@ def test_what_stands_in_the_padding_does_not_matter():
     empty = batch.document_ids < 0
     other = replace(batch, hidden=torch.where(empty[:, None], 700.0, batch.hidden))
     assert_same(outcome(other), outcome(batch))
+
+
+@pytest.mark.parametrize("encoding", ["fp8", "int8", "lossless"])
+def test_a_batch_in_an_encoding_gives_the_loss_of_the_states_that_it_stands_for(encoding):
+    batch = Setup().batch()
+    layers, _, hidden = batch.hidden.shape
+    channels = torch.linspace(0.5, 2, layers * hidden).view(layers, 1, hidden)
+    parts = encode(encoding, batch.hidden, channels)
+    kept = channels[:, 0] if encoding == "int8" else channels[:, 0, :0]
+    found = outcome(replace(batch, **parts, channels=kept))
+    wanted = outcome(replace(batch, hidden=decode(encoding, parts, channels)))
+    for name in wanted:
+        assert torch.equal(found[name], wanted[name])
 
 
 @pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0)])
