@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from dflash_cache import __version__
-from dflash_cache.config import BuildConfig
+from dflash_cache.config import ENCODING_NAMES, BuildConfig
 from dflash_fit.config import EvalConfig, ExportConfig, FitConfig
 
 from .options import config_options, make_config
@@ -49,13 +49,69 @@ def cache_build(dry_run: bool, as_json: bool, **typed: Any) -> None:
 
 
 @cache.command("info")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("cache")
 @json_option
-def cache_info(folder: Path, as_json: bool) -> None:
+def cache_info(cache: str, as_json: bool) -> None:
     """Say what a cache holds, and whether it is complete."""
     from dflash_cache import describe
 
-    show(describe.describe_cache(folder), as_json=as_json)
+    show(describe.describe_cache(cache), as_json=as_json)
+
+
+@cache.command("verify")
+@click.argument("cache")
+@json_option
+@click.pass_context
+def cache_verify(context: click.Context, cache: str, as_json: bool) -> None:
+    """Read every byte of a cache and say what is damaged; exit code 1 if anything is."""
+    from dflash_cache import verify
+
+    found = verify.verify_cache(cache)
+    show(found, as_json=as_json)
+    if not found["ok"]:
+        context.exit(1)
+
+
+@cache.command("repair")
+@click.argument("cache", type=click.Path(path_type=Path))
+@click.option("--target", default=None, help="Where the target is now, if it was moved.")
+@click.option("--data", default=None, help="Where the data is now, if it was moved.")
+@click.option("--device", default="auto", help="cpu, cuda, cuda:1 ...; auto takes a GPU.")
+@json_option
+def cache_repair(
+    cache: Path, target: str | None, data: str | None, device: str, as_json: bool
+) -> None:
+    """Extract again what a cache has lost, and only that."""
+    from dflash_cache import repair
+
+    quiet_libraries()
+    found = repair.repair_cache(cache, target=target, data=data, device=device)
+    show(found, as_json=as_json)
+
+
+@cache.command("gc")
+@click.argument("cache", type=click.Path(path_type=Path))
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@json_option
+def cache_gc(cache: Path, dry_run: bool, as_json: bool) -> None:
+    """Remove what killed builds left behind: attempts that no record names."""
+    from dflash_cache import sweep
+
+    show(sweep.collect(cache, dry_run=dry_run), as_json=as_json)
+
+
+@cache.command("convert")
+@click.argument("cache")
+@click.option("--encoding", required=True, help=f"One of {', '.join(ENCODING_NAMES)}.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The new cache.")
+@click.option("--device", default="auto", help="Where states are encoded: cpu, cuda ...")
+@json_option
+def cache_convert(cache: str, encoding: str, out: Path, device: str, as_json: bool) -> None:
+    """Write a cache in another encoding, without the target."""
+    from dflash_cache import convert, describe
+
+    convert.convert_cache(cache, encoding=encoding, out=out, device=device)
+    show(describe.describe_cache(out), as_json=as_json)
 
 
 @main.command("fit")

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from dflash_cache.build import build_cache
 from dflash_cache.config import BuildConfig
+from dflash_cache.convert import convert_cache
 from dflash_cache.reader import CacheReader
 from dflash_cache.samples import encode_row
 from dflash_cache.target import load_target
@@ -69,10 +70,31 @@ def real_cache(real_target, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def spelt(real_cache, tmp_path_factory) -> dict[str, CacheReader]:
+    """The same real states in every encoding."""
+    folder = tmp_path_factory.mktemp("spelt")
+    for encoding in ("lossless", "int8", "fp8"):
+        convert_cache(real_cache, encoding=encoding, out=folder / encoding, device="cpu")
+    return {"bf16": CacheReader(real_cache)} | {
+        path.name: CacheReader(path) for path in folder.iterdir()
+    }
+
+
+def state_bytes(reader: CacheReader) -> int:
+    """Bytes of the files that hold states, whatever they are spelt in."""
+    return sum(
+        size
+        for record in reader.records.values()
+        for name, (size, _) in record.files.items()
+        if name.startswith(("hidden/", "exponents/", "scales/"))
+    )
+
+
+@pytest.fixture(scope="module")
 def real_run(real_cache, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("real") / "run"
     config = FitConfig(
-        cache=real_cache,
+        cache=str(real_cache),
         out=out,
         num_layers=1,
         block_size=4,
@@ -97,6 +119,24 @@ def test_the_target_agrees_with_its_own_text(real_cache):
     agreement = CacheReader(real_cache).manifest.agreement
     assert agreement["greedy"] > 0.75
     assert agreement["nll"] < 1.0
+
+
+def test_real_states_take_a_third_less_without_loss_and_half_with_little(spelt):
+    whole = state_bytes(spelt["bf16"])
+    assert state_bytes(spelt["lossless"]) < 0.72 * whole
+    for lossy in ("fp8", "int8"):
+        assert 0.5 < state_bytes(spelt[lossy]) / whole < 0.55  # small chunks: pages cost more
+    layer_ids = spelt["bf16"].identity.target_layer_ids
+    for index in range(40):
+        wanted = spelt["bf16"].hidden(index, layer_ids)
+        assert torch.equal(spelt["lossless"].hidden(index, layer_ids), wanted)
+
+
+def test_int8_with_static_scales_loses_least_of_real_states(spelt):
+    for plane, int8 in spelt["int8"].manifest.encoding_error.items():
+        fp8 = spelt["fp8"].manifest.encoding_error[plane]
+        assert int8["median"] < fp8["median"] / 2 < 0.015
+        assert int8["p99"] < fp8["p99"] < 0.035
 
 
 def test_the_cache_equals_a_lone_forward(real_cache, real_target):

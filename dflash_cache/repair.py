@@ -1,0 +1,190 @@
+"""Extract again what a cache has lost, and only that."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dflash_cache import build, ledger, lock, store, sweep
+from dflash_cache.codec import Codec
+from dflash_cache.config import BuildConfig
+from dflash_cache.devices import pick_device
+from dflash_cache.disk import full_disk_is_told, write_file
+from dflash_cache.errors import CacheError
+from dflash_cache.extraction import codec_for, measured_codec, progress_bar, run_unit
+from dflash_cache.files import file_entry
+from dflash_cache.plan import Plan, still_needed
+from dflash_cache.schema import Identity, Manifest, UnitRecord
+from dflash_cache.target import Target, load_weights
+from dflash_cache.verify import Findings, inspect_cache
+
+
+def repair_cache(
+    root: Path, *, target: str | None = None, data: str | None = None, device: str = "auto"
+) -> dict[str, Any]:
+    """Make a damaged cache whole: damaged units are extracted again, all others stay untouched.
+
+    Target and data are found where the build found them, or where the arguments say; they must be
+    the same to the last byte.
+    """
+    if not root.is_dir():
+        raise CacheError(f"{root}: no such folder")
+    if not any((root / name).is_file() for name in ("zarr.json", "manifest.json")):
+        ledger.refuse_other_folder(root)
+        raise CacheError(f"{root}: not a cache (neither zarr.json nor manifest.json)")
+    pick_device(device)  # a wrong name must not cost the reading of all bytes
+    with lock.held(root, doing="dflash cache repair"):
+        found = inspect_cache(root)
+        if not found.problems:
+            return {"ok": True, "units_repaired": 0, "problems": []}
+        again = _mend(_config(root, found, target=target, data=data, device=device), found)
+        left = inspect_cache(root, only=again)  # all others were whole a moment ago
+    if left.problems:
+        raise CacheError(f"{root}: still damaged after the repair ({left.problems[0].problem})")
+    return {
+        "ok": True,
+        "units_repaired": len(again),
+        "problems": [vars(problem) for problem in found.problems],
+    }
+
+
+def _config(
+    root: Path, found: Findings, *, target: str | None, data: str | None, device: str
+) -> BuildConfig:
+    """The options of the build, as the cache itself remembers them."""
+    if found.options is None or found.identity is None:
+        raise CacheError(
+            f"{root}: zarr.json and manifest.json are both damaged, so nothing says how this cache "
+            "was built. Delete both and run the same `dflash cache build` again: units that are "
+            "whole are kept"
+        )
+    options: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in found.options.items()
+    }
+    # The Hub's main branch may have moved on since.
+    options["target_revision"] = found.identity.target["revision"]
+    if target is not None:
+        options["target"] = target
+    if data is not None:
+        options["data"] = data
+    if Path(options["target"]).is_dir():
+        options["target_revision"] = None
+    try:
+        return BuildConfig(**options, out=root, device=device)
+    except TypeError as error:
+        raise CacheError(
+            f"{root}: was built with other options than this version has ({error}); repair it "
+            "with the version that built it"
+        ) from None
+
+
+def _mend(config: BuildConfig, found: Findings) -> set[str]:
+    """Put back what is damaged, each by one step that leaves the old or the new.
+
+    Returns the units that were extracted again.
+    """
+    root = config.out
+    assert found.identity is not None
+    survey, plan = build.plan_with_weights(config)
+    plan = _under_its_name(plan, found.identity)
+    ledger.refuse_other_identity(root, found.identity, plan.identity)
+    target = load_weights(survey, device=config.device)
+    needed = partial(_still_needed, root, plan, found)
+    with full_disk_is_told(root, "The units that are whole are kept.", needed=needed):
+        for folder in ("units", "commits"):
+            (root / folder).mkdir(exist_ok=True)
+        whole = {u: r for u, r in found.records.items() if u not in found.damaged_units}
+        codec = _codec(root, plan, target, whole)
+        evidence = build.prove(target, plan, whole, config)  # and that it fits what is kept
+        write_file(root / "zarr.json", ledger.root_group(plan.identity, build.options_of(config)))
+        store.write_plan(root, plan.units, plan.samples.samples)
+        if not _is_as_sealed(root, "frozen.safetensors", found):
+            (root / "frozen.safetensors").unlink(missing_ok=True)
+        store.write_frozen(root, target.embedding, target.head, tied=target.spec.tied_head)
+        records = _all_units(config, plan, target, codec, whole)
+        manifest = build.make_manifest(config, plan, list(records.values()), evidence)
+        if found.manifest is not None:
+            manifest = _as_before(found.manifest, manifest)
+        ledger.seal(root, manifest)
+    _forget_strays(root, plan)
+    sweep.remove_leftovers(root)
+    return set(records) - set(whole)
+
+
+def _under_its_name(plan: Plan, found: Identity) -> Plan:
+    """The plan with the name and revision that the target had: a folder may have been moved.
+
+    Whether it is the same target is for the hashes to say.
+    """
+    known = {name: found.target[name] for name in ("name", "revision")}
+    identity = replace(plan.identity, target={**plan.identity.target, **known})
+    return replace(plan, identity=identity)
+
+
+def _still_needed(root: Path, plan: Plan, found: Findings) -> int:
+    return still_needed(root, plan, set(found.records) - found.damaged_units)
+
+
+def _is_as_sealed(root: Path, name: str, found: Findings) -> bool:
+    return (
+        found.manifest is not None
+        and (root / name).is_file()
+        and (file_entry(root / name) == found.manifest.files[name])
+    )
+
+
+def _all_units(
+    config: BuildConfig, plan: Plan, target: Target, codec: Codec, whole: dict[str, UnitRecord]
+) -> dict[str, UnitRecord]:
+    """The records of all units: those that are whole, and new ones for the others."""
+    records = dict(whole)
+    with progress_bar(plan, ledger.totals(whole.values())["tokens"]) as progress:
+        for unit in plan.units:
+            if unit.name not in records:
+                samples = [plan.samples.samples[member] for member in unit.members]
+                states = run_unit(target, samples, plan.identity, config, codec, progress)
+                records[unit.name] = store.replace_unit(
+                    config.out,
+                    unit,
+                    samples,
+                    states,
+                    identity=plan.identity,
+                    channels_checksum=codec.checksum,
+                )
+    return {unit.name: records[unit.name] for unit in plan.units}
+
+
+def _codec(root: Path, plan: Plan, target: Target, whole: dict[str, UnitRecord]) -> Codec:
+    """What the whole units were spelt with.
+
+    Static scales that are lost are measured again.  Units that were spelt with others, down to
+    the last bit, are worth nothing then: they are taken out of `whole`.
+    """
+    try:
+        codec = codec_for(root, target, plan, whole)
+    except CacheError:
+        codec = measured_codec(root, target, plan)
+    for unit, record in list(whole.items()):
+        if record.channels_checksum != codec.checksum:
+            del whole[unit]
+    return codec
+
+
+def _as_before(old: Manifest, new: Manifest) -> Manifest:
+    """The old seal, with what a repair may change: what was written, and from where."""
+    return replace(
+        old,
+        bytes=new.bytes,
+        files=new.files,
+        encoding_error=new.encoding_error,
+        options=new.options,
+    )
+
+
+def _forget_strays(root: Path, plan: Plan) -> None:
+    """Remove records of units that this cache does not have."""
+    own = {ledger.record_path(root, unit.name) for unit in plan.units}
+    for path in (root / "commits").glob("*.json"):
+        if path not in own:
+            path.unlink()
