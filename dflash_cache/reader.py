@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -44,6 +45,7 @@ UNITS_KEPT = 512  # whose tokens and checksums stay in memory
 # A cache that is small against the memory is better read through the page cache: the second
 # epoch then comes from memory.  A larger one would only push everything else out of it.
 SHARE_OF_MEMORY = 0.5
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # containers may have less than the machine
 
 
 class CacheReader:
@@ -59,7 +61,7 @@ class CacheReader:
         self.root = root
         self.manifest = read_manifest(root)
         self.identity = Identity.from_dict(self.manifest.identity, where=str(root))
-        self.direct = _outgrows_memory(self.manifest.bytes) if direct is None else direct
+        self.direct = outgrows_memory(self.manifest.bytes) if direct is None else direct
         self.files = open_files(root, direct=self.direct and not is_url(root))
         self.records = sealed_units(self.files, self.manifest)
         self.located = sorted(
@@ -215,6 +217,9 @@ class CacheReader:
         return tensors
 
 
-def _outgrows_memory(size: int) -> bool:
+def outgrows_memory(size: int) -> bool:
+    """Whether so many bytes are better not read through the page cache."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
+        memory = min(memory, int(CGROUP_LIMIT.read_text()))
     return size > SHARE_OF_MEMORY * memory

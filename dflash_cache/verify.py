@@ -128,10 +128,17 @@ def read_records(root: str | Path, files: Files, found: Findings) -> None:
     for unit in sorted(named - wanted):
         found.problems.append(Problem(unit=None, problem=f"commits/{unit}.json: no such unit"))
     fingerprint = found.identity.fingerprint if found.identity else None
-    for unit in sorted(wanted):
-        record = found.attempt(partial(ledger.unit_record, files, unit, fingerprint), unit=unit)
-        if record is not None:
-            found.records[unit] = record
+
+    def read(unit: str) -> UnitRecord | None:
+        act = partial(ledger.unit_record, files, unit, fingerprint)
+        record: UnitRecord | None = found.attempt(act, unit=unit)
+        return record
+
+    with ThreadPoolExecutor(ledger.READ_AHEAD) as pool:  # each is small, but may be far away
+        for unit, record in zip(sorted(wanted), pool.map(read, sorted(wanted)), strict=True):
+            if record is not None:
+                found.records[unit] = record
+    found.problems.sort(key=lambda problem: problem.unit or "")
 
 
 def check_bytes(files: Files, found: Findings, *, only: set[str] | None) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import chat_rows, save_tiny_target, tiny_build, write_jsonl
 
+from dflash_cache import reader as reader_module
 from dflash_cache import unit_reader
 from dflash_cache.buffers import buffers
 from dflash_cache.build import build_cache
@@ -150,3 +151,17 @@ def test_what_is_given_out_is_the_callers_own(root):
     for part in reader.tokens(0):
         part[...] = 0
     assert [part.tolist() for part in reader.tokens(0)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "outgrows"),
+    [("1000\n", 501, True), ("1000\n", 500, False), ("max\n", 501, False), (None, 501, False)],
+)
+def test_a_container_with_less_memory_than_its_machine_counts_its_own(
+    tmp_path, monkeypatch, limit, size, outgrows
+):
+    monkeypatch.setattr(reader_module, "CGROUP_LIMIT", tmp_path / "memory.max")
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+    assert reader_module.outgrows_memory(size) is outgrows
+    assert reader_module.outgrows_memory(2**60)
