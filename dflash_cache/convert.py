@@ -21,7 +21,7 @@ from dflash_cache.files import file_entry
 from dflash_cache.plan import refuse_too_small_a_disk, unit_bytes
 from dflash_cache.reader import CacheReader
 from dflash_cache.samples import Sample
-from dflash_cache.schema import FINAL_HIDDEN, Identity, Manifest, UnitRecord
+from dflash_cache.schema import Identity, Manifest, UnitRecord
 
 COPIED = ("plan.parquet", "frozen.safetensors")  # the same in every encoding
 
@@ -133,13 +133,9 @@ def _states(
 ) -> Iterator[EncodedSample]:
     """Each sample read, widened and spelt anew."""
     for sample in samples:
-        states = reader.hidden(numbers[sample.sample_id], _keys(identity)).to(device)
+        states = reader.hidden(numbers[sample.sample_id], identity.planes).to(device)
         yield encoded_sample(list(states), identity.planes, codec)
         progress.update(sample.length)
-
-
-def _keys(identity: Identity) -> list[int | str]:
-    return [*identity.target_layer_ids, *([FINAL_HIDDEN] if identity.final_hidden else [])]
 
 
 def _codec(
@@ -148,7 +144,7 @@ def _codec(
     for record in committed.values():
         return stored_codec(out, identity, record)
     chosen = calibration_samples(reader.lengths)
-    return new_codec(out, identity, (list(reader.hidden(i, _keys(identity))) for i in chosen))
+    return new_codec(out, identity, (list(reader.hidden(i, identity.planes)) for i in chosen))
 
 
 def _manifest(

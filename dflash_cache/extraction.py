@@ -3,7 +3,7 @@
 Letters: t tokens of a sample, R rows of a padded batch, S its width, H hidden size.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,30 @@ def extract(
 ) -> None:
     """Extract and commit units, one after the other."""
     for unit in units:
-        samples = [plan.samples.samples[member] for member in unit.members]
-        states = run_unit(target, samples, plan.identity, config, codec, progress)
-        store.write_unit(
-            config.out,
-            unit,
-            samples,
-            states,
-            identity=plan.identity,
-            channels_checksum=codec.checksum,
-        )
+        extract_unit(target, plan, unit, config, codec, progress, publish=store.commit)
+
+
+def extract_unit(
+    target: Target,
+    plan: Plan,
+    unit: UnitPlan,
+    config: BuildConfig,
+    codec: Codec,
+    progress: Any,
+    *,
+    publish: Callable[[Path, UnitRecord], UnitRecord],
+) -> UnitRecord:
+    """Extract one unit; `publish` says what becomes of its record."""
+    samples = [plan.samples.samples[member] for member in unit.members]
+    return store.write_unit(
+        config.out,
+        unit,
+        samples,
+        run_unit(target, samples, plan.identity, config, codec, progress),
+        identity=plan.identity,
+        channels_checksum=codec.checksum,
+        publish=publish,
+    )
 
 
 def progress_bar(plan: Plan, done: int, *, shown: bool = True) -> "tqdm[Any]":

@@ -23,7 +23,7 @@ from safetensors.torch import load, load_file
 from torch import Tensor
 
 from dflash_cache.buffers import Buffers, buffers
-from dflash_cache.codec import has_channels, parse_codec
+from dflash_cache.codec import Codec, has_channels, parse_codec
 from dflash_cache.disk import aside, fsync_path, write_file
 from dflash_cache.encodings import decode
 from dflash_cache.errors import CacheError
@@ -79,9 +79,7 @@ class CacheReader:
         self._refuse_other_scales()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
         self._unit = lru_cache(maxsize=UNITS_KEPT)(self._open_unit)
-        self._once_checked = cache(
-            lambda name: checked(self.files, name, self.manifest.files[name])
-        )
+        self._codec = cache(self._read_codec)
 
     def _refuse_other_scales(self) -> None:
         """All units must be spelt with the scales that the seal knows."""
@@ -169,10 +167,13 @@ class CacheReader:
         """Static scales float32 [K, H] of the encoding; None where it has none."""
         if not has_channels(self.identity.encoding):
             return None
-        name = CHANNELS_FILE
-        payload = self._once_checked(name)
-        codec = parse_codec(payload, self.identity, where=f"{self.root}/{name}")
+        codec = self._codec()
         return torch.stack([codec.channels[self._plane(layer_id)] for layer_id in layer_ids])
+
+    def _read_codec(self) -> Codec:
+        name = CHANNELS_FILE
+        payload = checked(self.files, name, self.manifest.files[name])
+        return parse_codec(payload, self.identity, where=f"{self.root}/{name}")
 
     def frozen(self) -> tuple[Tensor, Tensor]:
         """Token embedding and LM head, bfloat16 [V, H]; one tensor twice where they are tied."""

@@ -11,7 +11,7 @@ from dflash_cache.config import BuildConfig
 from dflash_cache.devices import pick_device
 from dflash_cache.disk import full_disk_is_told, write_file
 from dflash_cache.errors import CacheError
-from dflash_cache.extraction import codec_for, measured_codec, progress_bar, run_unit
+from dflash_cache.extraction import codec_for, extract_unit, measured_codec, progress_bar
 from dflash_cache.files import file_entry
 from dflash_cache.plan import Plan, still_needed
 from dflash_cache.schema import Identity, Manifest, UnitRecord
@@ -142,15 +142,8 @@ def _all_units(
     with progress_bar(plan, ledger.totals(whole.values())["tokens"]) as progress:
         for unit in plan.units:
             if unit.name not in records:
-                samples = [plan.samples.samples[member] for member in unit.members]
-                states = run_unit(target, samples, plan.identity, config, codec, progress)
-                records[unit.name] = store.replace_unit(
-                    config.out,
-                    unit,
-                    samples,
-                    states,
-                    identity=plan.identity,
-                    channels_checksum=codec.checksum,
+                records[unit.name] = extract_unit(
+                    target, plan, unit, config, codec, progress, publish=store.replace
                 )
     return {unit.name: records[unit.name] for unit in plan.units}
 
@@ -184,7 +177,5 @@ def _as_before(old: Manifest, new: Manifest) -> Manifest:
 
 def _forget_strays(root: Path, plan: Plan) -> None:
     """Remove records of units that this cache does not have."""
-    own = {ledger.record_path(root, unit.name) for unit in plan.units}
-    for path in (root / "commits").glob("*.json"):
-        if path not in own:
-            path.unlink()
+    for unit in set(ledger.recorded_units(root)) - {unit.name for unit in plan.units}:
+        ledger.record_path(root, unit).unlink()

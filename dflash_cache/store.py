@@ -4,7 +4,7 @@ Attempts never share a file, a unit is never changed, arrays are never appended 
 """
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from uuid import uuid4
 
@@ -79,23 +79,9 @@ def _holds(path: Path, tensors: dict[str, Tensor]) -> bool:
 # --- units --------------------------------------------------------------------------------------
 
 
-def write_unit(
-    root: Path,
-    plan: UnitPlan,
-    samples: Sequence[Sample],
-    states: Iterable[EncodedSample],
-    *,
-    identity: Identity,
-    channels_checksum: int | None = None,
-) -> UnitRecord:
-    """Store one unit and commit it; returns the record that is in force afterwards.
-
-    `samples` are the unit's; `states` yields theirs in the same order and is read as it comes.
-    """
-    record = write_attempt(
-        root, plan, samples, states, identity=identity, channels_checksum=channels_checksum
-    )
-    path = record_path(root, plan.name)
+def commit(root: Path, record: UnitRecord) -> UnitRecord:
+    """Let a record count unless its unit has one; returns the one that is in force afterwards."""
+    path = record_path(root, record.unit)
     if disk.create_file(path, record.to_bytes()):
         return record
     in_force = read_record(path)
@@ -105,24 +91,13 @@ def write_unit(
     return in_force
 
 
-def replace_unit(
-    root: Path,
-    plan: UnitPlan,
-    samples: Sequence[Sample],
-    states: Iterable[EncodedSample],
-    *,
-    identity: Identity,
-    channels_checksum: int | None = None,
-) -> UnitRecord:
-    """Store one unit anew and let its record name the new attempt, in one step."""
-    record = write_attempt(
-        root, plan, samples, states, identity=identity, channels_checksum=channels_checksum
-    )
-    disk.write_file(record_path(root, plan.name), record.to_bytes())
+def replace(root: Path, record: UnitRecord) -> UnitRecord:
+    """Let a record count in place of the one that its unit has, in one step."""
+    disk.write_file(record_path(root, record.unit), record.to_bytes())
     return record
 
 
-def write_attempt(
+def write_unit(
     root: Path,
     plan: UnitPlan,
     samples: Sequence[Sample],
@@ -130,8 +105,13 @@ def write_attempt(
     *,
     identity: Identity,
     channels_checksum: int | None = None,
+    publish: Callable[[Path, UnitRecord], UnitRecord] = commit,
 ) -> UnitRecord:
-    """Everything of a unit in a folder of this attempt's own, durable; nothing names it yet."""
+    """Store one unit and publish its record; returns the one that is in force afterwards.
+
+    `samples` are the unit's; `states` yields theirs in the same order and is read as it comes.
+    Everything is durable in a folder of this attempt's own before a record names it.
+    """
     folder = Path("units") / f"bucket-{plan.bucket:04d}" / f"{plan.name}.{uuid4().hex[:8]}"
     attempt = Attempt(root / folder, identity, [sample.length for sample in samples])
     try:
@@ -146,7 +126,7 @@ def write_attempt(
         attempt.abandon()
         shutil.rmtree(root / folder, ignore_errors=True)
         raise
-    return UnitRecord(
+    record = UnitRecord(
         format_version=FORMAT_VERSION,
         fingerprint=identity.fingerprint,
         unit=plan.name,
@@ -160,3 +140,4 @@ def write_attempt(
         encoding_error=attempt.encoding_error(),
         files=dict(sorted(attempt.files.items())),
     )
+    return publish(root, record)

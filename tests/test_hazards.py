@@ -68,7 +68,7 @@ def test_a_repair_that_was_cut_off_between_two_scales_never_mixes_them(cache, mo
     (cache / "channels.safetensors").unlink()
     real = codec.channel_rms
     monkeypatch.setattr(codec, "channel_rms", lambda states: real(states) * 1.01)
-    kept, count = store.replace_unit, 0
+    kept, count = store.replace, 0
 
     def cut_off(*args, **options):
         nonlocal count
@@ -78,7 +78,7 @@ def test_a_repair_that_was_cut_off_between_two_scales_never_mixes_them(cache, mo
         return kept(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "replace_unit", cut_off)
+        patch.setattr(store, "replace", cut_off)
         with pytest.raises(KeyboardInterrupt):
             repair_cache(cache, device="cpu")
     with pytest.raises(CacheError, match=r"spelt with other scales|its checksum does not fit"):

@@ -524,8 +524,7 @@ def extracted(monkeypatch) -> list[list[int]]:
         ran.append([sample.sample_id for sample in samples])
         return real(target, samples, *rest)
 
-    for module in (extraction, repair):
-        monkeypatch.setattr(module, "run_unit", counted)
+    monkeypatch.setattr(extraction, "run_unit", counted)
     return ran
 
 
@@ -601,16 +600,16 @@ def test_a_whole_cache_needs_no_repair_and_is_not_touched(cache, extracted):
 def test_a_repair_that_fails_in_the_middle_can_be_run_again(cache, sealed, extracted, monkeypatch):
     for unit in UNITS:
         cut(f"{record_of(cache, unit).folder}/hidden/1/c/0/0", cache)
-    real, replaced_units = store.replace_unit, []
+    real, replaced_units = store.replace, []
 
-    def fails_at_the_second(root, plan, *rest, **options):
-        replaced_units.append(plan.name)
+    def fails_at_the_second(root, record):
+        replaced_units.append(record.unit)
         if len(replaced_units) == 2:
             raise OSError("input/output error")
-        return real(root, plan, *rest, **options)
+        return real(root, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "replace_unit", fails_at_the_second)
+        patch.setattr(store, "replace", fails_at_the_second)
         with pytest.raises(OSError, match="input/output error"):
             repair_cache(cache, device="cpu")
     done = stamps(folder_of(cache, "u000000"))
