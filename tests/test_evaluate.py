@@ -12,11 +12,12 @@ from conftest import chat_rows, save_tiny_target, tiny_build, write_jsonl
 from test_loop import tiny_fit
 
 from dflash_cache.build import build_cache
+from dflash_cache.errors import CacheMismatchError
 from dflash_cache.target import load_target
 from dflash_cli.main import main
 from dflash_fit import loop
 from dflash_fit.decode import greedy
-from dflash_fit.evaluate import load_prompts
+from dflash_fit.evaluate import load_prompts, refuse_other_target
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +220,22 @@ def test_a_recurrent_target_is_refused_for_decoding(tiny_target):
     target.model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(DrafterError, match="recurrent"):
         refuse_recurrent(replace(target))
+
+
+@pytest.mark.parametrize("field", ["config", "weights", "tokenizer"])
+def test_a_drafter_that_was_trained_for_another_one_is_refused_by_the_field(field):
+    hashes = {name: name[0] * 64 for name in ("config", "weights", "tokenizer")}
+    training = {
+        "target": "trained-for",
+        "target_config_sha256": hashes["config"],
+        "target_weights_sha256": hashes["weights"],
+        "tokenizer_sha256": hashes["tokenizer"],
+    }
+
+    def refuse(found: dict[str, str]) -> None:
+        target = {"name": "found", **{f"{k}_sha256": found[k] for k in ("config", "weights")}}
+        refuse_other_target(training, target, found["tokenizer"], where="here")
+
+    refuse(hashes)
+    with pytest.raises(CacheMismatchError, match=f"here: target found has {field}_sha256 xxx"):
+        refuse({**hashes, field: "x" * 64})
