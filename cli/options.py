@@ -8,10 +8,11 @@ import types
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import click
 
+from dflash_cache.config import flag
 from dflash_cache.errors import ConfigError
 
 Config = TypeVar("Config")
@@ -34,6 +35,22 @@ class IntList(click.ParamType[tuple[int, ...]]):
             self.fail(f"{value!r}: want whole numbers with commas between them", param, ctx)
 
 
+class IntOrAuto(click.ParamType[int | str]):
+    """A whole number, or the word auto."""
+
+    name = "n|auto"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int | str:
+        if value == "auto" or type(value) is int:
+            return value  # type: ignore[no-any-return]
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r}: want a whole number, or auto", param, ctx)
+
+
+INT_OR_AUTO = int | Literal["auto"]
+
 CLICK_TYPES: dict[Any, Any] = {
     bool: click.BOOL,
     int: click.INT,
@@ -41,6 +58,7 @@ CLICK_TYPES: dict[Any, Any] = {
     str: click.STRING,
     Path: click.Path(path_type=Path),
     tuple[int, ...]: IntList(),
+    INT_OR_AUTO: IntOrAuto(),
 }
 
 
@@ -52,6 +70,7 @@ TOML_TYPES: dict[Any, tuple[type, ...]] = {
     str: (str,),
     Path: (str,),
     tuple[int, ...]: (list, str),
+    INT_OR_AUTO: (int, str),
 }
 
 
@@ -87,10 +106,6 @@ def config_options(
     return decorate
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def switch(name: str) -> str:
     """Two spellings, so that a file that turns something on can be overruled."""
     return f"{flag(name)}/{flag('no_' + name)}"
@@ -98,6 +113,8 @@ def switch(name: str) -> str:
 
 def plain_type(hint: Any) -> Any:
     """`int | None` is an int that may be left out."""
+    if hint in CLICK_TYPES:
+        return hint
     if get_origin(hint) in (Union, types.UnionType):
         return next(arg for arg in get_args(hint) if arg is not type(None))
     return hint

@@ -23,12 +23,17 @@ def required(help: str) -> Any:
     return field(metadata={"help": help})
 
 
+def flag(name: str) -> str:
+    """A field as an option is typed."""
+    return "--" + name.replace("_", "-")
+
+
 def require_positive(config: object, *names: str) -> None:
     """Refuse options that are given but less than 1."""
     for name in names:
         value = getattr(config, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: want 1 or more")
+            raise ConfigError(f"{flag(name)} {value}: want 1 or more")
 
 
 def refuse_url(out: Path) -> None:

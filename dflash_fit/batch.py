@@ -1,6 +1,7 @@
 """The one shape of stage two, and the batch that has it: host buffer and device buffer alike.
 
-K target layers, T token slots, H hidden size, A anchors, B block size.
+K target layers, P planes (the K layers, then the final hidden state if the loss wants it),
+T token slots, H hidden size, A anchors, B block size.
 """
 
 from dataclasses import dataclass, fields
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_cache.encodings import ENCODINGS, EXPONENTS, HIDDEN, SCALES, decode
+from dflash_fit.attention import Blocks
 from dflash_fit.pinned import host_tensor
 
 ENCODING_OF = {encoding.parts[0].dtype: name for name, encoding in ENCODINGS.items()}
@@ -25,6 +27,12 @@ class BatchShape:
     anchors: int  # A
     block_size: int  # B
     encoding: str = "bf16"  # of the states, as the cache keeps them
+    final_hidden: bool = False  # one more plane: what the target's head reads
+
+    @property
+    def planes(self) -> int:
+        """States of a token: K, and the final one where it is wanted."""
+        return self.target_layers + self.final_hidden
 
     @property
     def slots(self) -> int:
@@ -38,10 +46,10 @@ class Batch:
     States come as the cache spells them and are widened on the device, by `states`.
     """
 
-    hidden: Tensor  # [K, T, H], bf16 or what the encoding has in its place
-    scales: Tensor  # fp32 [K, T] where the encoding scales tokens, otherwise [K, 0]
-    exponents: Tensor  # uint8 [K, T, H] where the encoding splits numbers, otherwise [K, 0, H]
-    channels: Tensor  # fp32 [K, H] where the encoding has static scales, otherwise [K, 0]
+    hidden: Tensor  # [P, T, H], bf16 or what the encoding has in its place
+    scales: Tensor  # fp32 [P, T] where the encoding scales tokens, otherwise [P, 0]
+    exponents: Tensor  # uint8 [P, T, H] where the encoding splits numbers, otherwise [P, 0, H]
+    channels: Tensor  # fp32 [P, H] where the encoding has static scales, otherwise [P, 0]
     input_ids: Tensor  # int64 [T]
     position_ids: Tensor  # int64 [T], from 0 in every document
     document_ids: Tensor  # int32 [T]
@@ -56,7 +64,7 @@ class Batch:
         tokens, anchors = (shape.token_budget,), (shape.anchors,)
         encoding = ENCODINGS[shape.encoding]
         parts = {part.name: part.dtype for part in encoding.parts}
-        planes, width = shape.target_layers, shape.hidden_size
+        planes, width = shape.planes, shape.hidden_size
 
         def new(size: tuple[int, ...], dtype: torch.dtype, value: int = 0) -> Tensor:
             if device.type == "cpu":
@@ -86,10 +94,21 @@ class Batch:
         every = {HIDDEN: self.hidden, SCALES: self.scales, EXPONENTS: self.exponents}
         return {name: part for name, part in every.items() if part.shape[1]}
 
-    @property
-    def states(self) -> Tensor:
-        """Hidden states bf16 [K, T, H]; the very tensor where they are kept so."""
-        return decode(ENCODING_OF[self.hidden.dtype], self.parts, self.channels[:, None])
+    def states(self, planes: slice = slice(None)) -> Tensor:
+        """States bf16 [planes, T, H]; a view of the batch's own where they are kept so."""
+        parts = {name: part[planes] for name, part in self.parts.items()}
+        return decode(ENCODING_OF[self.hidden.dtype], parts, self.channels[planes, None])
+
+    def blocks(self, part: slice, *, block_size: int) -> Blocks:
+        """Where the blocks of some anchors stand."""
+        anchors = self.anchor_positions[part]
+        return Blocks(
+            anchors=anchors,
+            starts=self.document_starts[anchors],
+            valid=self.anchor_valid[part],
+            context=len(self.input_ids),
+            block_size=block_size,
+        )
 
     def tensors(self) -> list[Tensor]:
         return [getattr(self, field.name) for field in fields(self)]

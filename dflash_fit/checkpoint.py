@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +35,19 @@ STATE_FILES = ("state.json", "optimizer.safetensors", "model.safetensors", "conf
 class RunState:
     """Where a run stands, as a value."""
 
-    step: int  # batches trained
+    step: int  # updates done
     epoch: int
     index: int  # next pack of the epoch
+    turn: int  # next pass over it
     best_step: int | None
     best_acceptance: float
 
     @property
     def position(self) -> Position:
-        return Position(epoch=self.epoch, index=self.index)
+        return Position(epoch=self.epoch, index=self.index, turn=self.turn)
 
 
-START = RunState(step=0, epoch=0, index=0, best_step=None, best_acceptance=0.0)
+START = RunState(step=0, epoch=0, index=0, turn=0, best_step=None, best_acceptance=0.0)
 
 
 def open_run(config: FitConfig, *, identity: Identity) -> None:
@@ -65,6 +66,14 @@ def open_run(config: FitConfig, *, identity: Identity) -> None:
     disk.write_file(path, json.dumps(resolved, indent=2).encode())
 
 
+def as_begun(config: FitConfig) -> FitConfig:
+    """The options with the anchors that a run in this folder measured, where they are `auto`."""
+    path = config.out / "config.json"
+    if config.anchors != "auto" or not path.is_file():
+        return config
+    return replace(config, anchors=read_options(path)["anchors"])
+
+
 def resolve(config: FitConfig, *, identity: Identity) -> dict[str, Any]:
     """All options as JSON, and what the cache holds: a run goes on with the very same."""
     values = {f.name: getattr(config, f.name) for f in fields(config)}
@@ -77,11 +86,16 @@ def resolve(config: FitConfig, *, identity: Identity) -> dict[str, Any]:
     }
 
 
-def refuse_other_run(path: Path, wanted: dict[str, Any]) -> None:
+def read_options(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text())
     except ValueError:
         raise RunFolderError(f"{path}: broken JSON; give --out a new folder") from None
+    return found
+
+
+def refuse_other_run(path: Path, wanted: dict[str, Any]) -> None:
+    found = read_options(path)
     trim = [
         {key: value for key, value in options.items() if key not in SPEED_ONLY}
         for options in (found, wanted)

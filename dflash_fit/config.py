@@ -5,9 +5,14 @@ The command line makes its options from these fields, so a default lives nowhere
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from dflash_cache.config import option, require_positive, required
+from dflash_cache.config import flag, option, require_positive, required
 from dflash_cache.errors import ConfigError
+from dflash_fit.schedule import SCHEDULES
+
+Auto = Literal["auto"]
+
 
 # Decay of the loss over the slots of a block, from the paper (arXiv 2602.06036).
 GAMMA_OF_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
@@ -34,17 +39,32 @@ class FitConfig:
     )
     mask_token_id: int | None = option(None, "Mask token (default: the one the cache chose).")
     token_budget: int = option(49152, "Token slots of a packed batch.")
-    anchors: int = option(2048, "Blocks trained per packed batch.")
+    anchors: int | Auto = option(
+        2048, "Blocks trained per packed batch; auto measures how many hide the reading of it."
+    )
     epochs: int = option(6, "Passes over the training samples.")
+    passes_per_pack: int = option(
+        1, "Times that a packed batch is trained once it is read, each with fresh anchors."
+    )
+    packs_per_step: int = option(1, "Packed batches that an update adds up.")
     max_steps: int | None = option(None, "Stop after this many steps (default: after the epochs).")
     lr: float = option(6e-4, "Peak learning rate.")
     warmup: float = option(0.04, "Share of the steps that warm up.")
+    schedule: str = option("cosine", "How the rate falls: cosine, linear, or wsd (late).")
+    cooldown: float = option(0.2, "Share of the steps in which wsd falls.")
+    final_lr: float = option(0.0, "Last learning rate, in parts of the peak.")
     weight_decay: float = option(0.0, "Decoupled weight decay of matrices.")
     beta1: float = option(0.9, "AdamW's first beta.")
     beta2: float = option(0.999, "AdamW's second beta.")
     clip: float = option(1.0, "Largest norm of the gradient.")
     gamma: float | None = option(
         None, "Decay of the loss over slots (default: 7, 5, 4 for blocks of 16, 10, 8)."
+    )
+    loss: str = option(
+        "ce", "What a slot should match: ce, the token; kl, the target's own distribution."
+    )
+    slot_weights: str = option(
+        "decay", "How much each slot counts: decay by gamma, or dpace (by what was hit before)."
     )
     held_out: float = option(0.05, "Share of conversations that never train.")
     precision: str = option("bf16", "Weights and arithmetic: bf16 (with fp32 masters) or fp32.")
@@ -53,8 +73,16 @@ class FitConfig:
     eval_tokens: int = option(200_000, "Held-out tokens measured each time, at most.")
 
     # These change only speed, memory and what is kept.
-    anchor_microbatch: int = option(256, "Blocks that go through the drafter at once.")
-    loss_chunk: int = option(2048, "Slots that go through the LM head at once.")
+    anchor_microbatch: int | None = option(
+        None, "Blocks that go through the drafter at once (default: up to 2048 on a GPU, else 256)."
+    )
+    loss_chunk: int = option(256, "Blocks that go through the LM head at once.")
+    step: str = option(
+        "auto", "graph: compiled and captured in a CUDA graph; eager: op by op; auto: what fits."
+    )
+    attention: str = option(
+        "auto", "block: our kernels; flex; dense: every pair; auto: block on a GPU, else dense."
+    )
     checkpoint_every: int = option(500, "Steps between checkpoints.")
     keep_last: int = option(2, "Checkpoints kept, besides the best one.")
     log_every: int = option(10, "Steps between lines in the log.")
@@ -64,20 +92,25 @@ class FitConfig:
         require_positive(
             self,
             *("num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
-            *("head_dim", "sliding_window", "token_budget", "anchors", "epochs", "eval_every"),
+            *("head_dim", "sliding_window", "token_budget", "epochs", "eval_every", "log_every"),
             *("eval_tokens", "anchor_microbatch", "loss_chunk", "checkpoint_every", "keep_last"),
-            *("log_every",),
+            *("passes_per_pack", "packs_per_step"),
         )
+        for name, words in CHOICES.items():
+            if getattr(self, name) not in words:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: want {' or '.join(words)}")
+        if self.anchors != "auto":
+            require_positive(self, "anchors")
+            self.microbatch("cpu")
         if self.block_size < 2:
             raise ConfigError(
                 f"--block-size {self.block_size}: want 2 or more (slot 0 is the anchor)"
             )
-        if self.precision not in ("bf16", "fp32"):
-            raise ConfigError(f"--precision {self.precision}: want bf16 or fp32")
         if not 0 < self.held_out < 1:
             raise ConfigError(f"--held-out {self.held_out}: want a share between 0 and 1")
-        if not 0 <= self.warmup <= 1:
-            raise ConfigError(f"--warmup {self.warmup}: want a share between 0 and 1")
+        for name in ("warmup", "cooldown", "final_lr"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: want a share from 0 to 1")
         if self.max_steps is not None and self.max_steps < 0:
             raise ConfigError(f"--max-steps {self.max_steps}: want 0 or more")
         for name in ("lr", "clip"):
@@ -85,11 +118,25 @@ class FitConfig:
                 raise ConfigError(f"--{name} {getattr(self, name)}: want more than 0")
         if self.gamma is not None and not self.gamma > 0:
             raise ConfigError(f"--gamma {self.gamma}: want more than 0")
-        if self.anchors % min(self.anchor_microbatch, self.anchors):
+
+    def microbatch(self, device_type: str) -> int:
+        """Blocks that go through the drafter at once: a divisor of the anchors."""
+        assert isinstance(self.anchors, int), self.anchors
+        if self.anchor_microbatch is None:
+            most = MICROBATCH.get(device_type, 256)
+            size = largest_divisor(self.anchors, at_most=most)
+            if size < min(self.anchors, most) / 4:
+                raise ConfigError(
+                    f"--anchors {self.anchors}: its largest part of up to {most} is {size}, too "
+                    f"small to be fast; take a multiple of {most}"
+                )
+            return size
+        size = min(self.anchor_microbatch, self.anchors)
+        if self.anchors % size:
             raise ConfigError(
-                f"--anchors {self.anchors}: want a multiple of --anchor-microbatch "
-                f"{self.anchor_microbatch}"
+                f"--anchors {self.anchors}: want a multiple of --anchor-microbatch {size}"
             )
+        return size
 
     @property
     def decay_gamma(self) -> float:
@@ -99,11 +146,27 @@ class FitConfig:
         return GAMMA_OF_BLOCK_SIZE.get(self.block_size, self.block_size / 2)
 
 
+# Words that an option may be.
+CHOICES = {
+    "precision": ("bf16", "fp32"),
+    "schedule": SCHEDULES,
+    "loss": ("ce", "kl"),
+    "slot_weights": ("decay", "dpace"),
+    "step": ("auto", "graph", "eager"),
+    "attention": ("auto", "block", "flex", "dense"),
+}
+# Blocks that go through the drafter at once, at most, where nothing is said.
+MICROBATCH = {"cuda": 2048, "cpu": 256}
+
 # Fields of FitConfig that a resumed run may change.
 SPEED_ONLY = (
     *("cache", "out", "anchor_microbatch", "loss_chunk", "checkpoint_every", "keep_last"),
-    *("log_every", "device"),
+    *("log_every", "device", "step", "attention"),
 )
+
+
+def largest_divisor(number: int, *, at_most: int) -> int:
+    return next(size for size in range(min(number, at_most), 0, -1) if number % size == 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,10 @@ from torch.nn import functional as F
 
 from dflash_cache.target import LayerTaps, Target
 from dflash_fit.acceptance import Chain
+from dflash_fit.attention import Blocks, DenseSight
 from dflash_fit.drafter import ContextKV, DFlashDraftModel, block_ids, block_positions
 from dflash_fit.errors import DrafterError
-from dflash_fit.step import Frozen, layer_masks
+from dflash_fit.step import Frozen, layer_sights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,16 +137,17 @@ class DraftSession:
             block_size=config.block_size,
             mask_token_id=config.mask_token_id,
         )
-        masks = layer_masks(
-            self.drafter,
-            anchor,
-            torch.zeros_like(anchor),
-            torch.ones_like(anchor, dtype=torch.bool),
+        block = Blocks(
+            anchors=anchor,
+            starts=torch.zeros_like(anchor),
+            valid=torch.ones_like(anchor, dtype=torch.bool),
             context=self.length,
+            block_size=config.block_size,
         )
+        sights = layer_sights(self.drafter, block, DenseSight.of)
         positions = block_positions(anchor, block_size=config.block_size).flatten()
-        rows = self.drafter(self.frozen.embedding[ids.flatten()], self.context, positions, masks)
-        return F.linear(rows[1:], self.frozen.head)
+        rows = self.drafter(self.frozen.embedding[ids.flatten()], self.context, positions, sights)
+        return F.linear(rows[0], self.frozen.head)
 
     def draft(self, anchor_token: int) -> Tensor:
         """Draft tokens [B - 1] after the anchor."""

@@ -8,6 +8,7 @@ on their own (`forward`): the same two calls train and serve.
 Letters: K target layers, T context tokens, A blocks of B slots, H hidden size, d head size.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash_cache.errors import ConfigError
-from dflash_fit.attention import Visibility, attend
+from dflash_fit.attention import KeysValues, Sight, Visibility
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-ContextKV = list[tuple[Tensor, Tensor]]  # per layer: key and value [kv heads, T, d], key rotated
+ContextKV = list[KeysValues]  # per layer: key (rotated) and value [kv heads, T, d]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +128,13 @@ class Attention(nn.Module):
         return rotate(key, cos, sin), value
 
     def forward(
-        self, x: Tensor, context: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, mask: Tensor
+        self, x: Tensor, context: KeysValues, cos: Tensor, sin: Tensor, sight: Sight
     ) -> Tensor:
+        """Rows [S, H] to what they gathered [S, heads * d], before the output projection."""
         query = self.q_norm(self._split(self.q_proj(x))).transpose(0, 1)
-        key, value = self.keys_values(x, cos, sin)
-        key, value = torch.cat([context[0], key], dim=1), torch.cat([context[1], value], dim=1)
-        out = attend(rotate(query, cos, sin), key, value, mask)
-        return self.o_proj(out.transpose(0, 1).reshape(len(x), -1))  # type: ignore[no-any-return]
+        own = self.keys_values(x, cos, sin)
+        out = sight.attend(rotate(query, cos, sin), context, own)
+        return out.transpose(0, 1).reshape(len(x), -1)
 
 
 class MLP(nn.Module):
@@ -156,11 +157,56 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, context: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, mask: Tensor
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, cos, sin, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+def context_rows(drafter: "DFlashDraftModel", hidden: Tensor) -> Tensor:
+    """Hidden states [K, T, H] as the rows [T, H] that every layer takes keys and values from."""
+    features = hidden.transpose(0, 1).reshape(hidden.shape[1], -1)
+    rows: Tensor = drafter.hidden_norm(drafter.fc(features.to(drafter.fc.weight.dtype)))
+    return rows
+
+
+def context_keys_values(layer: Layer, rows: Tensor, cos: Tensor, sin: Tensor) -> KeysValues:
+    return layer.self_attn.keys_values(rows, cos, sin)
+
+
+def gather(
+    layer: Layer, x: Tensor, context: KeysValues, cos: Tensor, sin: Tensor, sight: Sight
+) -> Tensor:
+    """What every row [A * B, H] takes from the rows that it sees."""
+    out: Tensor = layer.self_attn(layer.input_layernorm(x), context, cos, sin, sight)
+    return out
+
+
+def finish(layer: Layer, x: Tensor, gathered: Tensor) -> Tensor:
+    """What every row makes of it, alone."""
+    x = x + layer.self_attn.o_proj(gathered)
+    return x + layer.mlp(layer.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+def finish_last(
+    layer: Layer, norm: RMSNorm, x: Tensor, gathered: Tensor, block_size: int
+) -> Tensor:
+    """Rows [A, B - 1, H] of slots 1 .. B - 1, normed for the head.
+
+    The anchor's own row ends here: behind the last layer's attention nothing reads it.
+    """
+    kept = [rows.view(-1, block_size, rows.shape[-1])[:, 1:] for rows in (x, gathered)]
+    out: Tensor = norm(finish(layer, *kept))
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Functions:
+    """What a drafter is made of.  Plain, or compiled: small enough to share between layers."""
+
+    context_rows: Callable[..., Tensor] = context_rows
+    context_keys_values: Callable[..., KeysValues] = context_keys_values
+    gather: Callable[..., Tensor] = gather
+    finish: Callable[..., Tensor] = finish
+    finish_last: Callable[..., Tensor] = finish_last
+
+
+PLAIN = Functions()
 
 
 class DFlashDraftModel(nn.Module):
@@ -186,31 +232,38 @@ class DFlashDraftModel(nn.Module):
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotary(positions, head_dim=self.config.head_dim, theta=self.config.rope_theta)
 
-    def context(self, hidden: Tensor, position_ids: Tensor) -> ContextKV:
+    def context(
+        self, hidden: Tensor, position_ids: Tensor, functions: Functions = PLAIN
+    ) -> ContextKV:
         """Hidden states [K, T, H] as the keys and values that every layer's blocks look at."""
-        features = hidden.transpose(0, 1).reshape(hidden.shape[1], -1)
-        rows = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        rows = functions.context_rows(self, hidden)
         cos, sin = self._rotary(position_ids)
-        return [_attention(layer).keys_values(rows, cos, sin) for layer in self.layers]
+        return [functions.context_keys_values(layer, rows, cos, sin) for layer in self.layers]
 
     def forward(
-        self, blocks: Tensor, context: ContextKV, positions: Tensor, masks: list[Tensor]
+        self,
+        blocks: Tensor,
+        context: ContextKV,
+        positions: Tensor,
+        sights: Sequence[Sight],
+        functions: Functions = PLAIN,
     ) -> Tensor:
-        """Embedded block slots [A * B, H] to the rows that the frozen head reads [A * B, H].
+        """Embedded block slots [A * B, H] to the rows that the frozen head reads [A, B - 1, H].
 
-        `positions` [A * B] are per document; `masks` holds one [A * B, T + A * B] per layer.
+        `positions` [A * B] are per document; `sights` holds one per layer.
         """
+        f = functions
         cos, sin = self._rotary(positions)
         x = blocks
-        for layer, own, mask in zip(self.layers, context, masks, strict=True):
-            x = layer(x, own, cos, sin, mask)
-        return self.norm(x)  # type: ignore[no-any-return]
-
-
-def _attention(layer: nn.Module) -> Attention:
-    own = layer.self_attn
-    assert isinstance(own, Attention)
-    return own
+        for layer, own, sight in zip(self.layers, context, sights, strict=True):
+            gathered = f.gather(layer, x, own, cos, sin, sight)
+            if gathered.requires_grad:
+                # What the first layer reads is not trained.  From here on it passes as if it
+                # were, which costs nothing, so that all layers share one compiled `finish`.
+                x.requires_grad_()
+            if layer is not self.layers[-1]:
+                x = f.finish(layer, x, gathered)
+        return f.finish_last(self.layers[-1], self.norm, x, gathered, self.config.block_size)
 
 
 def block_ids(anchor_tokens: Tensor, *, block_size: int, mask_token_id: int) -> Tensor:

@@ -35,7 +35,7 @@ from dflash_fit.export import read_drafter, read_training
 from dflash_fit.loader import split_documents
 from dflash_fit.offline import choose_documents, offline_acceptance, slots_right
 from dflash_fit.prepare import load_frozen
-from dflash_fit.step import Frozen
+from dflash_fit.step import Frozen, Pieces
 
 ANCHOR_GROUP = 64
 LOOKUP_NGRAM = 3
@@ -83,6 +83,7 @@ def evaluate_offline(
         shape=_shape(drafter, tokens=budget, encoding=reader.identity.encoding),
         device=device,
         anchor_group=ANCHOR_GROUP,
+        pieces=Pieces(),
     )
     return {"kind": "offline", "drafter": str(folder), "cache": str(cache), **values}
 
@@ -197,7 +198,7 @@ def offline_chain(
     if len(answer) < 2:
         return Chain(accepted=(), committed=())
     anchors = torch.arange(len(prompt), len(tokens) - 1).numpy()
-    right, _ = slots_right(drafter, frozen, batch, anchors, group=ANCHOR_GROUP)
+    right, _ = slots_right(drafter, frozen, batch, anchors, group=ANCHOR_GROUP, pieces=Pieces())
     accepted = leading_true(right)
     return walk(lambda a: int(accepted[a - len(prompt)]), [(len(prompt), len(tokens) - 1)])
 

@@ -1,33 +1,31 @@
-"""Packs from the cache as batches of the one shape, read ahead by a background thread.
+"""Packs from the cache as batches of the one shape.
 
-The position in the data is a value (epoch, index): give it back, and the same batches follow.
+The position in the data is a value (epoch, index, turn): give it back, and the same batches follow.
+
+Letters: K planes of states, T token slots, b bytes of a token.
 """
 
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 
 from dflash_cache.reader import CacheReader
-from dflash_fit.anchors import candidates, draw
+from dflash_fit.anchors import candidates, draw, fixed
 from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.errors import FitError
 from dflash_fit.packing import Pack, plan_epoch
 
-AHEAD = 2  # batches read ahead of the one in use
-
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The next pack to train on."""
+    """What is trained on next; `turn` counts the passes over a pack that is read once."""
 
     epoch: int
     index: int
+    turn: int = 0
 
 
 def is_held_out(group: str, share: float) -> bool:
@@ -61,61 +59,79 @@ def refuse_long_documents(reader: CacheReader, *, token_budget: int) -> None:
 
 
 def fill_documents(
-    batch: Batch, reader: CacheReader, pack: Pack, *, layer_ids: Sequence[int]
+    batch: Batch, reader: CacheReader, pack: Pack, *, layer_ids: Sequence[int | str]
 ) -> None:
     """Read the documents of a pack into a host batch; the rest becomes padding, zeros and all."""
     reader.open_units(pack.documents)
-    batch.document_ids.fill_(-1)
-    batch.loss_mask.fill_(False)
-    batch.input_ids.zero_()
-    batch.position_ids.zero_()
-    batch.document_starts.zero_()
-    end = 0
-    for number, (document, start) in enumerate(zip(pack.documents, pack.starts, strict=True)):
-        ids, mask = reader.tokens(document)
-        _clear(batch, end, start)
-        end = start + len(ids)
-        rows = slice(start, end)
-        batch.input_ids[rows] = torch.from_numpy(ids)
-        batch.loss_mask[rows] = torch.from_numpy(mask)
-        batch.position_ids[rows] = torch.arange(len(ids))
-        batch.document_ids[rows] = number
-        batch.document_starts[rows] = start
-    _clear(batch, end, len(batch.input_ids))
+    lengths = [reader.lengths[document] for document in pack.documents]
+    _place(batch, pack.starts, lengths)
+    ids_T, mask_T = batch.input_ids.numpy(), batch.loss_mask.numpy()
+    ids_T.fill(0)
+    mask_T.fill(False)
+    for document, start, length in zip(pack.documents, pack.starts, lengths, strict=True):
+        ids_T[start : start + length], mask_T[start : start + length] = reader.tokens(document)
+    _clear_padding(batch, pack.starts, lengths)
     reader.read_documents(pack.documents, pack.starts, layer_ids, batch.parts)
     channels = reader.channels(layer_ids)
     if channels is not None:
         batch.channels.copy_(channels)
 
 
-def _clear(batch: Batch, begin: int, end: int) -> None:
+def _place(batch: Batch, starts: Sequence[int], lengths: Sequence[int]) -> None:
+    """Say of every slot which document it belongs to, and where in it."""
+    budget = len(batch.input_ids)
+    # Documents and the gaps behind them take turns; in a gap the number is -1, the start 0.
+    ends = [*starts[1:], budget]
+    gaps = [end - start - length for start, length, end in zip(starts, lengths, ends, strict=True)]
+    runs = np.stack([lengths, gaps], axis=1).ravel()
+    numbers = np.stack([np.arange(len(starts)), np.full(len(starts), -1)], axis=1).ravel()
+    begins = np.stack([starts, np.zeros_like(starts)], axis=1).ravel()
+    document_ids, document_starts = np.repeat(numbers, runs), np.repeat(begins, runs)
+    batch.document_ids.numpy()[:] = document_ids
+    batch.document_starts.numpy()[:] = document_starts
+    batch.position_ids.numpy()[:] = (np.arange(budget) - document_starts) * (document_ids >= 0)
+
+
+def _clear_padding(batch: Batch, starts: Sequence[int], lengths: Sequence[int]) -> None:
     """Nobody looks at padding, but 0 * NaN from an earlier batch would still be NaN."""
+    ends = [*starts[1:], len(batch.input_ids)]
     for part in batch.parts.values():
-        part[:, begin:end].view(torch.uint8).zero_()  # float8 has no zero of its own
+        # Bytes of every token: float8 has no zero of its own.
+        raw_KTb = part.view(torch.uint8).numpy().reshape(*part.shape[:2], -1)
+        for start, length, end in zip(starts, lengths, ends, strict=True):
+            raw_KTb[:, start + length : end] = 0
 
 
-def fill_anchors(batch: Batch, rng: np.random.Generator) -> None:
-    """Draw the anchors of a host batch."""
+def fill_anchors(batch: Batch, rng: np.random.Generator, *, count: int | None = None) -> None:
+    """Draw the anchors of a host batch; as many as it has slots for, or only `count`."""
+    slots = len(batch.anchor_positions)
     positions = candidates(batch.loss_mask.numpy(), batch.document_ids.numpy())
-    anchors, valid = draw(positions, count=len(batch.anchor_positions), rng=rng)
-    batch.anchor_positions.copy_(torch.from_numpy(anchors))
-    batch.anchor_valid.copy_(torch.from_numpy(valid))
+    anchors, valid = draw(positions, count=slots if count is None else count, rng=rng)
+    anchors, valid = fixed(anchors[valid], count=slots)
+    batch.anchor_positions.numpy()[:] = anchors
+    batch.anchor_valid.numpy()[:] = valid
 
 
 class PackSource:
-    """The training packs of every epoch, planned from lengths alone, read on demand."""
+    """The training packs of every epoch, planned from lengths alone, read on demand.
+
+    A pack is trained on `passes` times in a row, with other anchors every time; `anchors` are
+    drawn each time, or as many as the batch has slots for.
+    """
 
     def __init__(
         self,
         reader: CacheReader,
         documents: Sequence[int],
         *,
-        layer_ids: Sequence[int],
+        layer_ids: Sequence[int | str],
         shape: BatchShape,
         seed: int,
+        passes: int = 1,
+        anchors: int | None = None,
     ) -> None:
         self.reader, self.documents, self.layer_ids = reader, documents, layer_ids
-        self.shape, self.seed = shape, seed
+        self.shape, self.seed, self.passes, self.anchors = shape, seed, passes, anchors
         self.plan = lru_cache(maxsize=2)(self._plan)
 
     def _plan(self, epoch: int) -> list[Pack]:
@@ -128,51 +144,34 @@ class PackSource:
         )
 
     def steps(self, epochs: int) -> int:
-        """Packs in so many epochs."""
-        return sum(len(self._plan(epoch)) for epoch in range(epochs))
+        """Batches in so many epochs: packs, times the passes over each."""
+        return self.passes * sum(len(self._plan(epoch)) for epoch in range(epochs))
 
     def after(self, position: Position) -> Position:
-        """The position that follows, in the next epoch where this one ends."""
+        """The position that follows: the next turn, otherwise the next pack, otherwise epoch."""
+        if position.turn + 1 < self.passes:
+            return replace(position, turn=position.turn + 1)
         if position.index + 1 < len(self.plan(position.epoch)):
             return Position(epoch=position.epoch, index=position.index + 1)
         return Position(epoch=position.epoch + 1, index=0)
 
+    def pack(self, position: Position) -> Pack:
+        return self.plan(position.epoch)[position.index]
+
+    def stored_bytes(self, position: Position) -> int:
+        """Bytes on disk of the states of a pack, by the average over the cache."""
+        manifest, planes = self.reader.manifest, self.reader.identity.planes
+        tokens = sum(self.reader.lengths[document] for document in self.pack(position).documents)
+        share = len(self.layer_ids) / len(planes)
+        return round(manifest.bytes / manifest.tokens * share * tokens)
+
     def fill(self, batch: Batch, position: Position) -> Batch:
-        """Read the pack at a position, and draw its anchors."""
-        pack = self.plan(position.epoch)[position.index]
-        fill_documents(batch, self.reader, pack, layer_ids=self.layer_ids)
-        fill_anchors(batch, np.random.default_rng([self.seed, position.epoch, position.index]))
+        """Read the pack at a position, and draw the anchors of its turn."""
+        fill_documents(batch, self.reader, self.pack(position), layer_ids=self.layer_ids)
+        return self.draw(batch, position)
+
+    def draw(self, batch: Batch, position: Position) -> Batch:
+        """Draw the anchors of a turn for a pack that has been read."""
+        words = [self.seed, position.epoch, position.index, position.turn]
+        fill_anchors(batch, np.random.default_rng(words), count=self.anchors)
         return batch
-
-
-class Loader:
-    """Iterates (batch, position behind it); keeps count of the seconds that it was waited for.
-
-    A yielded host batch belongs to the caller until the next one is asked for.
-    """
-
-    def __init__(self, source: PackSource, position: Position, *, steps: int, pinned: bool) -> None:
-        self.source, self.position, self.steps = source, position, steps
-        self.waited = 0.0
-        cpu = torch.device("cpu")
-        self.buffers = [
-            Batch.empty(source.shape, device=cpu, pinned=pinned) for _ in range(AHEAD + 1)
-        ]
-
-    def __iter__(self) -> Iterator[tuple[Batch, Position]]:
-        free = deque(self.buffers)
-        reading: deque[tuple[Future[Batch], Position]] = deque()
-        position, asked = self.position, 0
-        with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
-            for _ in range(self.steps):
-                while free and asked < self.steps:
-                    behind = self.source.after(position)
-                    future = pool.submit(self.source.fill, free.popleft(), position)
-                    reading.append((future, behind))
-                    position, asked = behind, asked + 1
-                future, behind = reading.popleft()
-                began = time.perf_counter()
-                batch = future.result()
-                self.waited += time.perf_counter() - began
-                yield batch, behind
-                free.append(batch)

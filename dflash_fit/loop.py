@@ -6,22 +6,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from dflash_cache.disk import full_disk_is_told
 from dflash_cache.reader import CacheReader
 from dflash_fit import checkpoint
-from dflash_fit.batch import Batch
 from dflash_fit.checkpoint import START, RunState
 from dflash_fit.config import FitConfig
-from dflash_fit.loader import Loader
+from dflash_fit.feed import Feed
+from dflash_fit.graph import Capture, GraphStep
 from dflash_fit.offline import offline_acceptance
-from dflash_fit.optim import learning_rate
 from dflash_fit.prepare import Run, prepare
+from dflash_fit.roofline import Gauge
 
 Stop = Callable[[int], bool]  # asked after every step
 
@@ -32,9 +31,9 @@ def fit(config: FitConfig, *, stop: Stop | None = None) -> dict[str, Any]:
     `stop(step)` ends the run after a step as a signal would: saved, to be continued.
     """
     reader = CacheReader(config.cache)
-    run = prepare(config, reader)
+    run = prepare(checkpoint.as_begun(config), reader)
     # Only now: a run that could not be prepared leaves no folder behind.
-    checkpoint.open_run(config, identity=reader.identity)
+    checkpoint.open_run(run.config, identity=reader.identity)
     with full_disk_is_told(config.out, "Earlier checkpoints are kept."), stop_signals() as asked:
         state = resume(run)
         if state.step == 0 and state.best_step is None:
@@ -70,83 +69,70 @@ def resume(run: Run) -> RunState:
 
 def train(run: Run, state: RunState, stop: Stop) -> RunState:
     """Train from a state to the end, or until `stop` says so; what it returns is saved."""
-    config = run.config
-    remaining = run.steps - state.step
-    loader = Loader(run.source, state.position, steps=remaining, pinned=run.device.type == "cuda")
-    device_batch = (
-        None if run.device.type == "cpu" else Batch.empty(run.source.shape, device=run.device)
-    )
-    saved, clock = state.step, _Clock(loader)
+    config, packs = run.config, run.config.packs_per_step
+    saved = state.step
     bar = tqdm(total=run.steps, initial=state.step, desc="fit", unit="step", disable=None)
-    for batch, position in loader:
-        lr = learning_rate(state.step, steps=run.steps, peak=config.lr, warmup=config.warmup)
-        run.step(_on_device(batch, device_batch), lr=lr)
-        state = replace(state, step=state.step + 1, epoch=position.epoch, index=position.index)
-        bar.update()
-        last = state.step == run.steps
-        if state.step % config.log_every == 0 or last:
-            log(run, state, lr, clock, bar)
-        if state.step % config.eval_every == 0 or last:
-            state, saved = measure(run, state), state.step
-            clock.restart()
-        elif state.step % config.checkpoint_every == 0:
-            save(run, state)
-            saved = state.step
-        if stop(state.step):
-            break
-    bar.close()
-    if saved != state.step:
-        save(run, state)
+    steps = (run.steps - state.step) * packs
+    with Feed(run.source, state.position, steps=steps, device=run.device) as feed, bar:
+        gauge = Gauge(feed)
+        for number, (batch, position) in enumerate(feed):
+            if isinstance(run.step, GraphStep) and not run.step.graphs:
+                tell_capture(run, state, run.step.capture(batch))
+                gauge.restart()
+            turn, lr = number % packs, run.schedule.rate(state.step)
+            run.step(batch, lr=lr, turn=turn, taken=feed.release)
+            if turn < packs - 1:
+                continue
+            state = replace(state, step=state.step + 1, **asdict(position))
+            bar.update()
+            last = state.step == run.steps
+            if state.step % config.log_every == 0 or last:
+                log(run, state, lr, gauge, bar)
+            if state.step % config.eval_every == 0 or last:
+                state, saved = measure(run, state), state.step
+                gauge.restart()
+            elif state.step % config.checkpoint_every == 0:
+                save(run, state)
+                saved = state.step
+                gauge.restart()
+            if stop(state.step):
+                break
+        if saved != state.step:
+            save(run, state)  # before the feed ends: that waits for packs under way
     return state
 
 
-def _on_device(batch: Batch, device_batch: Batch | None) -> Batch:
-    """The host batch itself on a CPU; otherwise its copy, complete when this returns."""
-    if device_batch is None:
-        return batch
-    device_batch.copy_(batch)
-    # The loader fills this host batch again as soon as it gets it back.
-    torch.cuda.current_stream(device_batch.hidden.device).synchronize()
-    return device_batch
+def tell_capture(run: Run, state: RunState, capture: Capture) -> None:
+    """How long the first replay took to come, on record and for people."""
+    line = {"kind": "capture", "step": state.step, **asdict(capture)}
+    checkpoint.append_metrics(run.config.out, line)
+    tqdm.write(
+        f"captured the step in {capture.seconds:.1f} s: {capture.captures} CUDA graph(s), "
+        f"{capture.compiled} functions compiled, {capture.memory / 1e9:.1f} GB",
+        file=sys.stderr,
+    )
 
 
-class _Clock:
-    """Seconds and waiting since the last log line."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-        self.restart()
-
-    def restart(self) -> None:
-        self.began, self.waited = time.perf_counter(), self.loader.waited
-
-    def read(self) -> tuple[float, float]:
-        """Seconds, and the share of them spent waiting for the reader."""
-        seconds = time.perf_counter() - self.began
-        waiting = (self.loader.waited - self.waited) / max(seconds, 1e-9)
-        self.restart()
-        return seconds, waiting
-
-
-def log(run: Run, state: RunState, lr: float, clock: _Clock, bar: "tqdm[Any]") -> None:
+def log(run: Run, state: RunState, lr: float, gauge: Gauge, bar: "tqdm[Any]") -> None:
     """One line into metrics.jsonl, and a short one for people."""
-    values = run.step.metrics.read()
-    seconds, waiting = clock.read()
+    values = run.trainer.metrics.read()  # waits for the device: the seconds are the work's
+    reading = gauge.read()
     line = {
         "kind": "train",
         "step": state.step,
         "epoch": state.epoch,
         "lr": lr,
         **values,
-        "tokens_per_s": values["tokens"] / seconds,
-        "anchors_per_s": values["anchors"] / seconds,
-        "waiting": waiting,
+        "tokens_per_s": values["tokens"] / reading.seconds,
+        "anchors_per_s": values["anchors"] / reading.seconds,
+        **reading.to_dict(),
+        **(run.step.counts() if isinstance(run.step, GraphStep) else {}),
         "skipped_updates": int(run.optimizer.skipped),
     }
     checkpoint.append_metrics(run.config.out, line)
     bar.set_postfix_str(
         f"loss {values['loss']:.3f} acc {values['accuracy']:.3f} "
-        f"{line['tokens_per_s']:.0f} tok/s waiting {waiting:.0%}",
+        f"{line['tokens_per_s']:.0f} tok/s; {reading.words}",
         refresh=False,
     )
 
@@ -162,7 +148,8 @@ def measure(run: Run, state: RunState) -> RunState:
         run.held_out,
         shape=run.source.shape,
         device=run.device,
-        anchor_group=run.step.config.anchor_microbatch,
+        anchor_group=run.trainer.config.anchor_microbatch,
+        pieces=run.plain,
     )
     run.drafter.train()
     length = values["acceptance_length"]

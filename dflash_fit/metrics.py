@@ -17,9 +17,9 @@ from dflash_fit.loss import HeadResult
 class StepMetrics:
     """Sums since the last reading; adding never asks the host."""
 
-    loss: Tensor  # sum over steps of the step's loss
-    norm: Tensor  # sum over steps of the gradient's norm
-    steps: Tensor
+    loss: Tensor  # sum over updates of the update's loss
+    norm: Tensor  # sum over updates of the gradient's norm
+    steps: Tensor  # updates that were not skipped
     tokens: Tensor
     anchors: Tensor
     correct: Tensor  # [B - 1] slots whose argmax was right
@@ -43,18 +43,24 @@ class StepMetrics:
 
     def add_slots(self, result: HeadResult, counts: Tensor) -> None:
         """Per-slot accuracy of some blocks; `counts` bool [a, B - 1]."""
-        right = result.correct.view(counts.shape) & counts
+        right = result.correct & counts
         self.correct += right.sum(dim=0)
         self.count += counts.sum(dim=0)
 
-    def add_step(self, loss: Tensor, norm: Tensor, batch: Batch) -> None:
-        # A step that the guard skips has no loss to speak of; the optimizer counts it.
+    def add_pack(self, batch: Batch) -> None:
+        self.tokens += (batch.document_ids >= 0).sum()
+        self.anchors += batch.anchor_valid.sum()
+
+    def add_update(self, loss: Tensor, norm: Tensor) -> None:
+        # An update that the guard skips has no loss to speak of; the optimizer counts it.
         fine = torch.isfinite(loss) & torch.isfinite(norm)
         self.loss += torch.where(fine, loss, 0.0)
         self.norm += torch.where(fine, norm, 0.0)
         self.steps += fine
-        self.tokens += (batch.document_ids >= 0).sum()
-        self.anchors += batch.anchor_valid.sum()
+
+    def reset(self) -> None:
+        for tensor in vars(self).values():
+            tensor.zero_()
 
     def read(self) -> dict[str, Any]:
         """Means since the last reading, and start again from zero.  This one does ask the host."""
@@ -67,6 +73,5 @@ class StepMetrics:
             "accuracy": float(self.correct.sum() / self.count.sum().clamp(min=1)),
             "slot_accuracy": (self.correct / self.count.clamp(min=1)).tolist(),
         }
-        for tensor in vars(self).values():
-            tensor.zero_()
+        self.reset()
         return values

@@ -22,20 +22,26 @@ from dflash_fit.drafter import DFlashDraftModel
 from dflash_fit.loader import fill_documents
 from dflash_fit.loss import block_targets
 from dflash_fit.packing import Pack, plan_epoch
-from dflash_fit.step import Frozen, run_blocks
+from dflash_fit.step import Frozen, Pieces, project, run_blocks
 
 HEAD_ROWS = 4096  # rows that go through the head at once
 
 
 @torch.no_grad()
 def slots_right(
-    drafter: DFlashDraftModel, frozen: Frozen, batch: Batch, anchors: np.ndarray, *, group: int
+    drafter: DFlashDraftModel,
+    frozen: Frozen,
+    batch: Batch,
+    anchors: np.ndarray,
+    *,
+    group: int,
+    pieces: Pieces,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Per anchor and slot: was the argmax right, and did the slot count?  Both bool [n, B - 1].
 
     `batch` is on the drafter's device; anchors go through in groups of one size.
     """
-    context = drafter.context(batch.states, batch.position_ids)
+    context = project(drafter, batch, pieces)
     none = torch.zeros(0, drafter.config.block_size - 1, dtype=torch.bool)
     right, counted = [none], [none]
     for begin in range(0, len(anchors), group):
@@ -45,7 +51,7 @@ def slots_right(
             anchor_positions=torch.from_numpy(positions).to(batch.input_ids.device),
             anchor_valid=torch.from_numpy(valid).to(batch.input_ids.device),
         )
-        rows = run_blocks(drafter, frozen, part, context, slice(None))[:, 1:]
+        rows = run_blocks(drafter, frozen, part, context, slice(None), pieces)
         labels, counts = block_targets(part, block_size=drafter.config.block_size)
         same = _argmax(rows.flatten(0, 1), frozen.head).view_as(labels) == labels
         right.append((same & counts)[torch.from_numpy(valid)].cpu())
@@ -80,8 +86,10 @@ def offline_acceptance(
     shape: BatchShape,
     device: torch.device,
     anchor_group: int,
+    pieces: Pieces,
 ) -> dict[str, Any]:
     """Acceptance length of documents of a cache, and accuracy per slot over all positions."""
+    shape = replace(shape, final_hidden=False)  # what is right needs no teacher
     layer_ids = drafter.config.target_layer_ids
     packs = plan_epoch(documents, reader.lengths, token_budget=shape.token_budget, seed=0, epoch=0)
     chains: list[Chain] = []
@@ -94,7 +102,9 @@ def offline_acceptance(
         if batch is not host:
             batch.copy_(host)
         anchors = candidates(host.loss_mask.numpy(), host.document_ids.numpy())
-        same, counted = slots_right(drafter, frozen, batch, anchors, group=anchor_group)
+        same, counted = slots_right(
+            drafter, frozen, batch, anchors, group=anchor_group, pieces=pieces
+        )
         right += same.sum(axis=0)
         count += counted.sum(axis=0)
         chains += document_chains(host, pack, anchors, leading_true(same))

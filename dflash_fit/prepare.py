@@ -11,16 +11,21 @@ import torch
 from dflash_cache.devices import pick_device
 from dflash_cache.errors import ConfigError
 from dflash_cache.reader import CacheReader
-from dflash_cache.schema import TokenizerSpec
+from dflash_cache.schema import FINAL_HIDDEN, TokenizerSpec
 from dflash_cache.vocabulary import refuse_bad_mask_token
+from dflash_fit.backends import sight_maker
 from dflash_fit.batch import BatchShape
 from dflash_fit.config import FitConfig
+from dflash_fit.density import auto_anchors
 from dflash_fit.drafter import FULL, SLIDING, DFlashDraftModel, DrafterConfig
 from dflash_fit.errors import FitError
+from dflash_fit.graph import GraphStep, compiled
 from dflash_fit.loader import PackSource, refuse_long_documents, split_documents
+from dflash_fit.loss import Objective
 from dflash_fit.offline import choose_documents
 from dflash_fit.optim import AdamWConfig, FlatAdamW
-from dflash_fit.step import EagerStep, Frozen, StepConfig
+from dflash_fit.schedule import Schedule
+from dflash_fit.step import EagerStep, Frozen, Pieces, StepConfig, Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,10 @@ class Run:
     drafter: DFlashDraftModel
     frozen: Frozen
     optimizer: FlatAdamW
-    step: EagerStep
+    trainer: Trainer
+    plain: Pieces  # not compiled, for measuring between steps
+    step: EagerStep | GraphStep
+    schedule: Schedule
     device: torch.device
     steps: int
     training: dict[str, Any]
@@ -43,35 +51,50 @@ class Run:
 def prepare(config: FitConfig, reader: CacheReader) -> Run:
     """Build drafter, optimizer, data and step; refuse what cannot work before anything runs."""
     device = pick_device(config.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # kernels of our own run on the current one
+    captured = captures(config, device)
     refuse_long_documents(reader, token_budget=config.token_budget)
+    refuse_missing_teacher(config, reader)
     training, held_out = split_documents(reader, held_out=config.held_out)
     drafter_config = drafter_config_for(config, reader)
-    shape = BatchShape(
-        target_layers=len(drafter_config.target_layer_ids),
-        token_budget=config.token_budget,
-        hidden_size=drafter_config.hidden_size,
-        anchors=config.anchors,
-        block_size=config.block_size,
-        encoding=reader.identity.encoding,
-    )
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     drafter = new_drafter(drafter_config, seed=config.seed, device=device)
     optimizer = FlatAdamW(drafter, adamw_config(config), dtype=dtype)
-    source = PackSource(
-        reader,
-        training,
-        layer_ids=drafter_config.target_layer_ids,
-        shape=shape,
-        seed=config.seed,
-    )
-    planned = source.steps(config.epochs)
     frozen = load_frozen(reader, dtype=dtype, device=device)
-    step_config = StepConfig(
-        shape=shape,
-        gamma=config.decay_gamma,
-        anchor_microbatch=min(config.anchor_microbatch, config.anchors),
-        loss_chunk=config.loss_chunk,
-    )
+    plain = Pieces(sight=sight_maker(config.attention, device))
+    pieces = compiled(plain) if captured else plain
+
+    def source_of(config: FitConfig) -> PackSource:
+        final = [FINAL_HIDDEN] if config.loss == "kl" else []
+        return PackSource(
+            reader,
+            training,
+            layer_ids=[*drafter_config.target_layer_ids, *final],
+            shape=shape_for(config, drafter_config, reader),
+            seed=config.seed,
+            passes=config.passes_per_pack,
+        )
+
+    def trainer_of(config: FitConfig) -> Trainer:
+        settings = StepConfig(
+            shape=shape_for(config, drafter_config, reader),
+            objective=Objective(
+                divergence=config.loss,
+                slot_weights=config.slot_weights,
+                gamma=config.decay_gamma,
+            ),
+            anchor_microbatch=config.microbatch(device.type),
+            loss_chunk=config.loss_chunk,
+            packs=config.packs_per_step,
+        )
+        return Trainer(drafter, frozen, optimizer, settings, pieces)
+
+    if config.anchors == "auto":
+        config = auto_anchors(config, source_of, trainer_of, device=device)
+    source, trainer = source_of(config), trainer_of(config)
+    planned = source.steps(config.epochs) // config.packs_per_step
+    steps = planned if config.max_steps is None else min(planned, config.max_steps)
     return Run(
         config=config,
         reader=reader,
@@ -80,10 +103,55 @@ def prepare(config: FitConfig, reader: CacheReader) -> Run:
         drafter=drafter,
         frozen=frozen,
         optimizer=optimizer,
-        step=EagerStep(drafter, frozen, optimizer, step_config),
+        trainer=trainer,
+        plain=plain,
+        step=GraphStep(trainer) if captured else EagerStep(trainer),
+        schedule=schedule_of(config, steps=steps),
         device=device,
-        steps=planned if config.max_steps is None else min(planned, config.max_steps),
+        steps=steps,
         training=training_record(config, reader),
+    )
+
+
+def captures(config: FitConfig, device: torch.device) -> bool:
+    """Whether the step is captured: on a GPU, unless told otherwise."""
+    if config.step == "graph" and device.type != "cuda":
+        raise ConfigError(f"--step graph: a step on {device} cannot be captured; drop the option")
+    captured = config.step != "eager" and device.type == "cuda"
+    if config.attention == "flex" and not captured:
+        raise ConfigError("--attention flex: only inside a compiled step; add --step graph")
+    return captured
+
+
+def refuse_missing_teacher(config: FitConfig, reader: CacheReader) -> None:
+    if config.loss == "kl" and FINAL_HIDDEN not in reader.identity.planes:
+        raise FitError(
+            f"{config.cache}: keeps no final hidden state, and --loss kl needs the target's "
+            "distribution; rebuild it with --final-hidden, or train with --loss ce"
+        )
+
+
+def shape_for(config: FitConfig, drafter: DrafterConfig, reader: CacheReader) -> BatchShape:
+    assert isinstance(config.anchors, int), config.anchors
+    return BatchShape(
+        target_layers=len(drafter.target_layer_ids),
+        token_budget=config.token_budget,
+        hidden_size=drafter.hidden_size,
+        anchors=config.anchors,
+        block_size=config.block_size,
+        encoding=reader.identity.encoding,
+        final_hidden=config.loss == "kl",
+    )
+
+
+def schedule_of(config: FitConfig, *, steps: int) -> Schedule:
+    return Schedule(
+        kind=config.schedule,
+        steps=steps,
+        peak=config.lr,
+        warmup=config.warmup,
+        cooldown=config.cooldown,
+        floor=config.final_lr,
     )
 
 

@@ -1,22 +1,30 @@
-"""One training step: batch in, weights updated, counters added to.  Eager; the oracle of the
-captured step, which will run the same `train_step` body.
+"""One training step: packs in, weights updated, counters added to.  One body for all who run it.
 
-Nothing here asks the host: no shape from data, no read of a device value.
+`EagerStep` runs it op by op; `graph.GraphStep` captures the same body.  Nothing here asks the
+host: no shape from data, no read of a device value.
 
-Letters: A anchors, B block size, H hidden size, V vocabulary, Q = A * (B - 1).
+Letters: A anchors, a of them in a micro-batch, B block size, H hidden size, V vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dflash_fit.attention import Visibility, dense_mask
+from dflash_fit.attention import Blocks, DenseSight, Sight, SightMaker, Visibility
 from dflash_fit.batch import Batch, BatchShape
-from dflash_fit.drafter import ContextKV, DFlashDraftModel, block_ids, block_positions
-from dflash_fit.loss import block_targets, decay, frozen_head_loss
+from dflash_fit.drafter import (
+    PLAIN,
+    ContextKV,
+    DFlashDraftModel,
+    Functions,
+    block_ids,
+    block_positions,
+)
+from dflash_fit.loss import Objective, block_targets, head_loss
 from dflash_fit.metrics import StepMetrics
-from dflash_fit.optim import FlatAdamW
+from dflash_fit.optim import FlatAdamW, adamw_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,54 +38,77 @@ class Frozen:
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
     shape: BatchShape
-    gamma: float
-    anchor_microbatch: int
-    loss_chunk: int
+    objective: Objective
+    anchor_microbatch: int  # blocks that go through the drafter at once
+    loss_chunk: int  # blocks that go through the LM head at once
+    packs: int = 1  # that an update adds up
+
+    @property
+    def parts(self) -> list[slice]:
+        """The micro-batches of the anchors."""
+        size = self.anchor_microbatch
+        return [slice(begin, begin + size) for begin in range(0, self.shape.anchors, size)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """What a step is made of.  Compiled or plain, it computes the same."""
+
+    sight: SightMaker = DenseSight.of
+    functions: Functions = PLAIN
+    adamw_: Callable[..., None] = adamw_
+
+
+def project(drafter: DFlashDraftModel, batch: Batch, pieces: Pieces) -> ContextKV:
+    """Every layer's keys and values of the context."""
+    layers = len(drafter.config.target_layer_ids)
+    return drafter.context(batch.states(slice(layers)), batch.position_ids, pieces.functions)
 
 
 def run_blocks(
-    drafter: DFlashDraftModel, frozen: Frozen, batch: Batch, context: ContextKV, part: slice
+    drafter: DFlashDraftModel,
+    frozen: Frozen,
+    batch: Batch,
+    context: ContextKV,
+    part: slice,
+    pieces: Pieces,
 ) -> Tensor:
-    """Rows [a, B, H] that the head reads, for the blocks of `part` (a of the A anchors)."""
+    """Rows [a, B - 1, H] that the head reads, for the blocks of `part`."""
     config = drafter.config
-    anchors, valid = batch.anchor_positions[part], batch.anchor_valid[part]
+    anchors = batch.anchor_positions[part]
     ids = block_ids(
         batch.input_ids[anchors],
         block_size=config.block_size,
         mask_token_id=config.mask_token_id,
     )
     positions = block_positions(batch.position_ids[anchors], block_size=config.block_size)
-    masks = layer_masks(
-        drafter, anchors, batch.document_starts[anchors], valid, context=len(batch.input_ids)
+    blocks = batch.blocks(part, block_size=config.block_size)
+    rows: Tensor = drafter(
+        frozen.embedding[ids.flatten()],
+        context,
+        positions.flatten(),
+        layer_sights(drafter, blocks, pieces.sight),
+        pieces.functions,
     )
-    rows: Tensor = drafter(frozen.embedding[ids.flatten()], context, positions.flatten(), masks)
-    return rows.view(*ids.shape, -1)
+    return rows
 
 
-def layer_masks(
-    drafter: DFlashDraftModel, anchors: Tensor, starts: Tensor, valid: Tensor, *, context: int
-) -> list[Tensor]:
-    """One mask per layer; layers that look alike share it."""
+def layer_sights(drafter: DFlashDraftModel, blocks: Blocks, sight: SightMaker) -> Sequence[Sight]:
+    """One per layer; layers that look alike share it."""
     looks = [drafter.config.look(i) for i in range(drafter.config.num_hidden_layers)]
-    made: dict[Visibility, Tensor] = {
-        look: dense_mask(
-            anchors,
-            starts,
-            valid,
-            context=context,
-            block_size=drafter.config.block_size,
-            look=look,
-        )
-        for look in set(looks)
-    }
+    made: dict[Visibility, Sight] = {look: sight(blocks, look) for look in set(looks)}
     return [made[look] for look in looks]
 
 
-def slot_weights(batch: Batch, config: StepConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Labels, whether they count, and weights before normalising, each [A, B - 1]."""
-    labels, counts = block_targets(batch, block_size=config.shape.block_size)
-    fade = decay(config.shape.block_size, config.gamma, device=labels.device)
-    return labels, counts, counts * fade
+def teacher_rows(batch: Batch, part: slice, config: StepConfig) -> Tensor:
+    """Final hidden states [a, B - 1, H] from which the target reads the token of each slot.
+
+    The token at position a + k comes from the state before it.
+    """
+    anchors = batch.anchor_positions[part]
+    before = block_positions(anchors, block_size=config.shape.block_size)[:, :-1]
+    final = batch.states(slice(-1, None))[0]
+    return final[before.clamp(max=len(batch.input_ids) - 1)]
 
 
 def accumulate(
@@ -85,57 +116,47 @@ def accumulate(
     frozen: Frozen,
     batch: Batch,
     config: StepConfig,
-    *,
-    normaliser: Tensor,
     metrics: StepMetrics,
-) -> Tensor:
-    """Add the gradient of a batch to the parameters; returns its loss, divided by `normaliser`.
+    pieces: Pieces,
+) -> tuple[Tensor, Tensor]:
+    """Add the gradient of a pack to the parameters; returns the loss's sum and its weight.
+
+    Neither is divided by anything yet: the weight of all packs (and ranks) of an update is only
+    known at its end.
 
     The context is projected once.  Anchors go through in micro-batches that add their gradients
     to the parameters and to detached context leaves; one backward through the context ends it.
     So memory does not grow with the number of anchors.
     """
-    labels, counts, weights = slot_weights(batch, config)
-    weights = weights / normaliser.clamp(min=1e-20)
-    context = drafter.context(batch.states, batch.position_ids)
+    labels, counts = block_targets(batch, block_size=config.shape.block_size)
+    context = project(drafter, batch, pieces)
     leaves = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in context]
     total = torch.zeros((), device=labels.device)
-    for begin in range(0, config.shape.anchors, config.anchor_microbatch):
-        part = slice(begin, begin + config.anchor_microbatch)
-        rows = run_blocks(drafter, frozen, batch, leaves, part)[:, 1:]
-        result = frozen_head_loss(
-            rows.flatten(0, 1),
+    weight = torch.zeros((), device=labels.device)
+    for part in config.parts:
+        rows = run_blocks(drafter, frozen, batch, leaves, part, pieces)
+        wants_teacher = config.objective.divergence == "kl"
+        result = head_loss(
+            rows.detach(),
             frozen.head,
-            labels[part].flatten(),
-            weights[part].flatten(),
+            labels[part],
+            counts[part],
+            config.objective,
             chunk=config.loss_chunk,
+            teacher=teacher_rows(batch, part, config).to(rows.dtype) if wants_teacher else None,
         )
-        result.total.backward()  # type: ignore[no-untyped-call]
-        total += result.total.detach()
+        torch.autograd.backward(rows, result.gradient)
+        total += result.total
+        weight += result.weight
         metrics.add_slots(result, counts[part])
     ends = [tensor for pair in context for tensor in pair]
     torch.autograd.backward(ends, [leaf.grad for pair in leaves for leaf in pair])
-    return total
+    metrics.add_pack(batch)
+    return total, weight
 
 
-def train_step(
-    drafter: DFlashDraftModel,
-    frozen: Frozen,
-    optimizer: FlatAdamW,
-    batch: Batch,
-    config: StepConfig,
-    metrics: StepMetrics,
-) -> None:
-    """Forward, loss, backward, guard, clip, update: what is captured later, run eagerly here."""
-    optimizer.zero_gradient()
-    normaliser = slot_weights(batch, config)[2].sum()
-    loss = accumulate(drafter, frozen, batch, config, normaliser=normaliser, metrics=metrics)
-    norm = optimizer.update(loss)
-    metrics.add_step(loss, norm, batch)
-
-
-class EagerStep:
-    """Runs `train_step` op by op: for the CPU, for debugging, as the oracle of a captured step."""
+class Trainer:
+    """A drafter, what it is trained against, and how: the body of a step, pack by pack."""
 
     def __init__(
         self,
@@ -143,11 +164,42 @@ class EagerStep:
         frozen: Frozen,
         optimizer: FlatAdamW,
         config: StepConfig,
+        pieces: Pieces,
     ) -> None:
         self.drafter, self.frozen, self.optimizer = drafter, frozen, optimizer
-        self.config = config
-        self.metrics = StepMetrics.zeros(config.shape.block_size, device=optimizer.lr.device)
+        self.config, self.pieces = config, pieces
+        device = optimizer.lr.device
+        self.metrics = StepMetrics.zeros(config.shape.block_size, device=device)
+        self.total = torch.zeros((), device=device)
+        self.weight = torch.zeros((), device=device)
 
-    def __call__(self, batch: Batch, *, lr: float) -> None:
-        self.optimizer.lr.fill_(lr)
-        train_step(self.drafter, self.frozen, self.optimizer, batch, self.config, self.metrics)
+    def train(self, batch: Batch, turn: int) -> None:
+        """One of the packs of an update; the last one updates the weights."""
+        if turn == 0:
+            self.optimizer.begin()
+            self.total.zero_()
+            self.weight.zero_()
+        total, weight = accumulate(
+            self.drafter, self.frozen, batch, self.config, self.metrics, self.pieces
+        )
+        self.total += total
+        self.weight += weight
+        if turn == self.config.packs - 1:
+            loss, norm = self.optimizer.update(self.total, self.weight, self.pieces.adamw_)
+            self.metrics.add_update(loss, norm)
+
+
+class EagerStep:
+    """Runs a trainer op by op: for the CPU, for debugging, as the oracle of a captured step."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def __call__(
+        self, batch: Batch, *, lr: float, turn: int = 0, taken: Callable[[], None] | None = None
+    ) -> None:
+        """Train on a pack, the `turn`-th of its update; `taken` is called when it is done with."""
+        self.trainer.optimizer.lr.fill_(lr)
+        self.trainer.train(batch, turn)
+        if taken is not None:
+            taken()

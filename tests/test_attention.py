@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import sees
 
-from dflash_fit.attention import Visibility, attend, dense_mask
+from dflash_fit.attention import Blocks, DenseSight, Visibility, dense_mask
 
 few = settings(max_examples=80, deadline=None)
 FULL = Visibility(window=None, causal=False)
@@ -36,14 +36,14 @@ class Case:
     def mask(self) -> torch.Tensor:
         starts = [self.starts[d] for d, _, _ in self.anchors]
         slots = [start + p for start, (_, p, _) in zip(starts, self.anchors, strict=True)]
-        return dense_mask(
-            torch.tensor(slots),
-            torch.tensor(starts),
-            torch.tensor([valid for *_, valid in self.anchors]),
+        blocks = Blocks(
+            anchors=torch.tensor(slots),
+            starts=torch.tensor(starts),
+            valid=torch.tensor([valid for *_, valid in self.anchors]),
             context=self.context,
             block_size=self.block_size,
-            look=self.look,
         )
+        return dense_mask(blocks, self.look)
 
     def slow_mask(self) -> torch.Tensor:
         size = self.block_size
@@ -165,6 +165,14 @@ def tensors(*, heads=4, kv_heads=2, queries=6, keys=11, size=8, seed=0):
     mask = torch.rand(queries, keys, generator=generator) < 0.5
     mask[:, 0] = True
     return query, key, value, mask
+
+
+def attend(query, key, value, mask):
+    """The keys and values that a query sees may lie in the context or beside it."""
+    context, own = (
+        tuple(t[:, part] for t in (key, value)) for part in (slice(0, 7), slice(7, None))
+    )
+    return DenseSight(mask=mask).attend(query, context, own)
 
 
 def naive(query, key, value, mask):

@@ -29,9 +29,9 @@ def test_an_empty_batch_is_all_padding_in_the_parts_of_its_encoding(encoding):
         for part in ENCODINGS[encoding].parts
     }
     assert {name: (p.dtype, tuple(p.shape)) for name, p in batch.parts.items()} == wanted
-    assert batch.states.dtype == torch.bfloat16
-    assert batch.states.shape == (2, 24, 8)
-    assert not batch.states.any()
+    assert batch.states().dtype == torch.bfloat16
+    assert batch.states().shape == (2, 24, 8)
+    assert not batch.states().any()
     assert (batch.document_ids == -1).all()
     assert not batch.anchor_valid.any()
 
@@ -45,7 +45,7 @@ def test_every_host_buffer_begins_on_a_page(encoding):
 
 def test_states_of_bfloat16_are_the_very_buffer():
     batch = Batch.empty(shape_in("bf16"), device=CPU)
-    assert batch.states.data_ptr() == batch.hidden.data_ptr()
+    assert batch.states().data_ptr() == batch.hidden.data_ptr()
 
 
 @pytest.mark.parametrize("encoding", list(ENCODINGS))
@@ -60,7 +60,7 @@ def test_a_batch_takes_over_all_of_another(encoding):
         batch.channels.copy_(channels[:, 0])
     batch.input_ids.fill_(7)
     other.copy_(batch)
-    assert torch.equal(other.states, decode(encoding, parts, channels))
+    assert torch.equal(other.states(), decode(encoding, parts, channels))
     assert (other.input_ids == 7).all()
 
 

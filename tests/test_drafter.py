@@ -26,7 +26,7 @@ from dflash_fit.drafter import (
     rotary,
     rotate,
 )
-from dflash_fit.step import Frozen, run_blocks
+from dflash_fit.step import Frozen, Pieces, run_blocks
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = {
@@ -64,13 +64,14 @@ def both(settings, *, seed=0):
 
 
 def our_logits(drafter, frozen, batch):
-    """Logits [A, B, V] of all slots, through the calls of the training step."""
+    """Logits [A, B - 1, V] of slots 1 .. B - 1, through the calls of the training step."""
     context = drafter.context(batch.hidden, batch.position_ids)
-    return run_blocks(drafter, Frozen(**frozen), batch, context, slice(None)) @ frozen["head"].T
+    rows = run_blocks(drafter, Frozen(**frozen), batch, context, slice(None), Pieces())
+    return rows @ frozen["head"].T
 
 
 def their_logits(model, frozen, documents, anchors):
-    rows = [documents[d].block(model, a, frozen["embedding"]) for d, a in anchors]
+    rows = [documents[d].block(model, a, frozen["embedding"])[1:] for d, a in anchors]
     return torch.stack(rows) @ frozen["head"].T
 
 

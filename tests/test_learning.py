@@ -23,13 +23,14 @@ from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.decode import greedy, speculate
 from dflash_fit.drafter import DFlashDraftModel, DrafterConfig
 from dflash_fit.evaluate import offline_chain
+from dflash_fit.loss import Objective
 from dflash_fit.offline import document_chains, slots_right
 from dflash_fit.optim import AdamWConfig, FlatAdamW
 from dflash_fit.packing import Pack
-from dflash_fit.step import EagerStep, Frozen, StepConfig, run_blocks
+from dflash_fit.step import EagerStep, Frozen, Pieces, StepConfig, Trainer, run_blocks
 
 
-class Trainer:
+class Pupil:
     """A drafter and the step that trains it on packs of one shape."""
 
     def __init__(self, settings, frozen, *, token_budget, anchors, gamma, lr):
@@ -44,16 +45,23 @@ class Trainer:
             anchors=anchors,
             block_size=settings["block_size"],
         )
+        objective = Objective(divergence="ce", slot_weights="decay", gamma=gamma)
+        self.shape = shape
         self.step = EagerStep(
-            self.drafter,
-            frozen,
-            FlatAdamW(self.drafter, config, dtype=torch.float32),
-            StepConfig(shape=shape, gamma=gamma, anchor_microbatch=anchors, loss_chunk=4096),
+            Trainer(
+                self.drafter,
+                frozen,
+                FlatAdamW(self.drafter, config, dtype=torch.float32),
+                StepConfig(
+                    shape=shape, objective=objective, anchor_microbatch=anchors, loss_chunk=4096
+                ),
+                Pieces(),
+            )
         )
 
     def learn(self, documents, anchors):
-        shape = self.step.config.shape
-        fields = pack(documents, anchors, token_budget=shape.token_budget, slots=shape.anchors)
+        budget, slots = self.shape.token_budget, self.shape.anchors
+        fields = pack(documents, anchors, token_budget=budget, slots=slots)
         self.step(Batch(**fields), lr=self.lr)
 
 
@@ -89,7 +97,7 @@ class Toy:
 def make_toy(steps):
     generator = torch.Generator().manual_seed(0)
     frozen = Frozen(**make_frozen(generator, settings=TOY))
-    trainer = Trainer(TOY, frozen, token_budget=64, anchors=32, gamma=2.0, lr=3e-3)
+    trainer = Pupil(TOY, frozen, token_budget=64, anchors=32, gamma=2.0, lr=3e-3)
     toy = Toy(drafter=trainer.drafter, frozen=frozen, generator=generator)
     anchors = [(0, a) for a in range(BLOCK, 63)]
     for _ in range(steps):
@@ -104,8 +112,8 @@ def test_slot_k_learns_the_token_at_the_anchor_plus_k_and_not_one_beside_it():
     anchors = [(d, a) for d in range(4) for a in range(BLOCK, 64 - BLOCK)]
     batch = Batch(**pack(documents, anchors, token_budget=256))
     context = toy.drafter.context(batch.hidden, batch.position_ids)
-    rows = run_blocks(toy.drafter, toy.frozen, batch, context, slice(None))
-    drafts = (rows[:, 1:] @ toy.frozen.head.T).argmax(dim=-1)
+    rows = run_blocks(toy.drafter, toy.frozen, batch, context, slice(None), Pieces())
+    drafts = (rows @ toy.frozen.head.T).argmax(dim=-1)
 
     def share(shift):
         wanted = [
@@ -143,7 +151,9 @@ def measured():
             if document.mask[anchor] and document.mask[anchor + 1]:
                 slow[start + anchor] = slow_slots(toy, model, document, anchor)
     anchors = list(slow)
-    right, counted = slots_right(toy.drafter, toy.frozen, batch, np.array(anchors), group=7)
+    right, counted = slots_right(
+        toy.drafter, toy.frozen, batch, np.array(anchors), group=7, pieces=Pieces()
+    )
     return Measured(batch=batch, starts=tuple(starts_of(documents)), anchors=anchors, right=right,
                     counted=counted, slow=slow)  # fmt: skip
 
@@ -215,7 +225,7 @@ class SelfWritten:
             (d, len(p) + i) for d, (p, a) in enumerate(pairs) for i in range(len(a) - 1)
         ]
         self.generator = torch.Generator().manual_seed(0)
-        self.trainer = Trainer(
+        self.trainer = Pupil(
             settings, self.frozen, token_budget=192, anchors=48, gamma=4.0, lr=1e-2
         )
         self.drafter = self.trainer.drafter

@@ -20,9 +20,11 @@ from dflash_cache.config import ENCODING_NAMES
 from dflash_cache.errors import ConfigError, DiskFullError
 from dflash_cache.reader import CacheReader
 from dflash_fit import checkpoint, loop, prepare
+from dflash_fit.batch import Batch
 from dflash_fit.config import FitConfig
 from dflash_fit.errors import FitError, RunFolderError
-from dflash_fit.loader import Loader, PackSource, Position, split_documents
+from dflash_fit.feed import Feed
+from dflash_fit.loader import PackSource, Position, split_documents
 
 
 def tiny_fit(cache: Path, out: Path, **changes) -> FitConfig:
@@ -281,7 +283,7 @@ def test_a_batch_that_is_not_finite_is_skipped_and_counted(tiny_cache, tmp_path,
 
     def poisoned(self, batch, position):
         real(self, batch, position)
-        if position == Position(epoch=0, index=1):
+        if position == Position(epoch=0, index=1, turn=0):
             batch.hidden.fill_(float("nan"))
         return batch
 
@@ -306,12 +308,12 @@ def test_the_loader_gives_the_same_batches_from_any_position(tiny_cache):
     run = prepare.prepare(tiny_fit(tiny_cache, Path("unused")), reader)
 
     def tokens(position: Position, steps: int) -> list[tuple[list[int], list[int]]]:
-        loader = Loader(run.source, position, steps=steps, pinned=False)
-        return [(b.input_ids.tolist(), b.anchor_positions.tolist()) for b, _ in loader]
+        with Feed(run.source, position, steps=steps, device=run.device) as feed:
+            return [(b.input_ids.tolist(), b.anchor_positions.tolist()) for b, _ in feed]
 
-    whole = tokens(Position(epoch=0, index=0), 8)
+    whole = tokens(Position(epoch=0, index=0, turn=0), 8)
     packs = len(run.source.plan(0))
-    assert whole[3:] == tokens(Position(epoch=3 // packs, index=3 % packs), 5)
+    assert whole[3:] == tokens(Position(epoch=3 // packs, index=3 % packs, turn=0), 5)
 
 
 @pytest.mark.parametrize("encoding", ENCODING_NAMES)
@@ -325,12 +327,12 @@ def test_a_batch_holds_what_the_cache_holds_and_padding_is_marked(
     reader = CacheReader(cache)
     assert reader.identity.encoding == encoding
     run = prepare.prepare(tiny_fit(cache, Path("unused")), reader)
-    loader = Loader(run.source, Position(epoch=0, index=0), steps=3, pinned=False)
-    for buffer in loader.buffers:
-        for part in buffer.parts.values():
-            part.view(torch.uint8).fill_(0xFF)  # NaN: what an earlier batch may have left
+    batch = Batch.empty(run.source.shape, device=run.device)
     layer_ids = run.drafter.config.target_layer_ids
-    for number, (batch, _) in enumerate(loader):
+    for number in range(3):
+        for part in batch.parts.values():
+            part.view(torch.uint8).fill_(0xFF)  # NaN: what an earlier batch may have left
+        run.source.fill(batch, Position(epoch=0, index=number, turn=0))
         pack = run.source.plan(0)[number]
         covered = torch.zeros(len(batch.input_ids), dtype=torch.bool)
         for index, (document, start) in enumerate(zip(pack.documents, pack.starts, strict=True)):
@@ -342,7 +344,7 @@ def test_a_batch_holds_what_the_cache_holds_and_padding_is_marked(
             assert batch.position_ids[rows].tolist() == list(range(len(ids)))
             assert set(batch.document_ids[rows].tolist()) == {index}
             assert set(batch.document_starts[rows].tolist()) == {start}
-            assert torch.equal(batch.states[:, rows], reader.hidden(document, layer_ids))
+            assert torch.equal(batch.states()[:, rows], reader.hidden(document, layer_ids))
         assert (batch.document_ids[~covered] == -1).all()
         assert not batch.loss_mask[~covered].any()
-        assert (batch.states[:, ~covered] == 0).all()
+        assert (batch.states()[:, ~covered] == 0).all()

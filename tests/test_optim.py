@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from dflash_fit.drafter import RMSNorm
-from dflash_fit.optim import AdamWConfig, FlatAdamW, learning_rate
+from dflash_fit.optim import AdamWConfig, FlatAdamW
+from dflash_fit.schedule import SCHEDULES, Schedule
 
 
 def make_config(**changes):
@@ -26,17 +27,17 @@ def put_gradient(module, seed, *, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         gradient = scale * torch.randn(parameter.shape, generator=generator)
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.copy_(gradient)
+        parameter.grad = gradient.to(parameter.dtype)
 
 
-def take_step(module, optimizer, *, seed=0, lr=1e-2, loss=1.0, scale=1.0):
+def take_step(module, optimizer, *, seed=0, lr=1e-2, loss=1.0, scale=1.0, weight=1.0):
+    """The gradient's norm of an update; loss and gradient are sums, `weight` times as large."""
     optimizer.lr.fill_(lr)
-    optimizer.zero_gradient()
-    put_gradient(module, seed, scale=scale)
-    return optimizer.update(torch.tensor(loss))
+    optimizer.begin()
+    put_gradient(module, seed, scale=scale * weight)
+    found, norm = optimizer.update(torch.tensor(loss * weight), torch.tensor(weight))
+    torch.testing.assert_close(found, torch.tensor(loss), equal_nan=True)
+    return norm
 
 
 def pytorch_steps(module, config, *, lrs, scale):
@@ -59,12 +60,14 @@ def pytorch_steps(module, config, *, lrs, scale):
 
 @pytest.mark.parametrize("scale", [0.01, 10.0], ids=["not clipped", "clipped"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-def test_twenty_updates_equal_those_of_pytorch(weight_decay, scale):
+@pytest.mark.parametrize("weight", [1.0, 37.0])
+def test_twenty_updates_equal_those_of_pytorch(weight, weight_decay, scale):
     config, lrs = make_config(weight_decay=weight_decay), [1e-2 / (1 + i) for i in range(20)]
     ours, theirs = make_module(), make_module()
     optimizer = FlatAdamW(ours, config, dtype=torch.float32)
     norms = [
-        take_step(ours, optimizer, seed=seed, lr=lr, scale=scale) for seed, lr in enumerate(lrs)
+        take_step(ours, optimizer, seed=seed, lr=lr, scale=scale, weight=weight)
+        for seed, lr in enumerate(lrs)
     ]
     wanted = pytorch_steps(theirs, config, lrs=lrs, scale=scale)
     # The bias corrections are fp32 here and double there: 1e-5 of an update.
@@ -81,13 +84,38 @@ def test_weights_stay_what_they_were_when_the_optimizer_takes_them_over():
         assert torch.equal(ours, theirs)
 
 
-def test_every_gradient_is_a_view_of_one_buffer():
+def test_an_update_begins_without_the_gradients_of_the_last():
     module = make_module()
     optimizer = FlatAdamW(module, make_config(), dtype=torch.float32)
-    optimizer.gradient.fill_(1)
     module(torch.ones(3, 6)).sum().backward()
-    optimizer.zero_gradient()
-    assert not any(parameter.grad.any() for parameter in module.parameters())
+    optimizer.begin()
+    assert [parameter.grad for parameter in module.parameters()] == [None] * 4
+
+
+def test_an_optimizer_that_is_not_armed_changes_no_bit_and_counts_nothing():
+    module = make_module()
+    optimizer = FlatAdamW(module, make_config(), dtype=torch.float32)
+    take_step(module, optimizer)
+    before = snapshot(module, optimizer)
+    optimizer.armed.zero_()
+    take_step(module, optimizer, seed=1)
+    take_step(module, optimizer, seed=1, loss=math.nan)
+    assert all(torch.equal(a, b) for a, b in zip(snapshot(module, optimizer), before, strict=True))
+    assert int(optimizer.skipped) == 0
+    optimizer.armed.fill_(True)
+    take_step(module, optimizer, seed=1)
+    assert int(optimizer.updates) == 2
+
+
+def test_a_weight_of_zero_divides_nothing_by_zero():
+    module = make_module()
+    optimizer = FlatAdamW(module, make_config(weight_decay=0.0), dtype=torch.float32)
+    before = optimizer.master.clone()
+    optimizer.lr.fill_(1e-2)
+    put_gradient(module, 0, scale=0.0)
+    loss, norm = optimizer.update(torch.tensor(0.0), torch.tensor(0.0))
+    assert (float(loss), float(norm)) == (0.0, 0.0)
+    assert torch.equal(optimizer.master, before)
 
 
 def snapshot(module, optimizer):
@@ -103,11 +131,11 @@ def test_what_is_not_finite_changes_no_bit_and_is_counted(bad, dtype, where):
     optimizer = FlatAdamW(module, make_config(), dtype=dtype)
     take_step(module, optimizer)
     before = snapshot(module, optimizer)
-    optimizer.zero_gradient()
+    optimizer.begin()
     put_gradient(module, 1)
     if where == "gradient":
         module[2].weight.grad[1, 1] = bad
-    optimizer.update(torch.tensor(bad if where == "loss" else 1.0))
+    optimizer.update(torch.tensor(bad if where == "loss" else 1.0), torch.tensor(1.0))
     after = snapshot(module, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
     assert int(optimizer.skipped) == 1
@@ -142,8 +170,8 @@ def test_updates_below_the_resolution_of_bfloat16_add_up_in_the_masters():
     optimizer = FlatAdamW(module, config, dtype=torch.bfloat16)
     optimizer.lr.fill_(1e-4)  # bfloat16 knows 1 and 1 - 2 ** -8 = 1 - 0.0039, nothing between
     for _ in range(100):
-        module.weight.grad.fill_(1e-3)
-        optimizer.update(torch.tensor(1.0))
+        module.weight.grad = torch.full_like(module.weight, 1e-3)
+        optimizer.update(torch.tensor(1.0), torch.tensor(1.0))
     assert optimizer.master.tolist() == pytest.approx([0.99] * 16, abs=1e-4)
     assert torch.equal(optimizer.weights, optimizer.master.bfloat16())
     assert module.weight.data_ptr() == optimizer.weights.data_ptr()
@@ -193,12 +221,38 @@ def test_a_state_of_another_shape_is_refused():
 # --- schedule -----------------------------------------------------------------------------------
 
 
-def rates(steps, warmup):
-    return [learning_rate(s, steps=steps, peak=2.0, warmup=warmup) for s in range(steps)]
+def rates(steps, warmup, kind="cosine", **more):
+    schedule = Schedule(kind=kind, steps=steps, peak=2.0, warmup=warmup, **more)
+    return [schedule.rate(step) for step in range(steps)]
 
 
-def test_the_warm_up_rises_in_equal_steps_to_the_peak():
-    assert rates(100, 0.04)[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_warm_up_rises_in_equal_steps_to_the_peak(kind):
+    assert rates(100, 0.04, kind)[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+
+
+def test_linear_falls_in_equal_steps():
+    assert rates(10, 0.0, "linear") == pytest.approx([2 - i / 5 for i in range(10)])
+
+
+def test_wsd_stays_at_the_peak_and_falls_in_its_last_share():
+    found = rates(100, 0.1, "wsd", cooldown=0.25)
+    assert found[9:76] == pytest.approx([2.0] * 67)
+    assert found[75:] == pytest.approx([2 - 2 * i / 25 for i in range(25)])
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_every_schedule_ends_at_its_floor(kind):
+    schedule = Schedule(kind=kind, steps=100, peak=2.0, warmup=0.1, floor=0.1)
+    assert [schedule.rate(step) for step in (100, 120)] == pytest.approx([0.2, 0.2])
+    assert min(rates(100, 0.1, kind, floor=0.1)[10:]) > 0.2
+
+
+@pytest.mark.parametrize("warmup", [0.9, 1.0])
+def test_a_fall_never_begins_before_the_warm_up_ends(warmup):
+    found = rates(10, warmup, "wsd", cooldown=0.5)
+    assert found[: int(10 * warmup)] == sorted(found[: int(10 * warmup)])
+    assert found[int(10 * warmup) - 1] == 2.0
 
 
 def test_behind_the_warm_up_the_rate_is_half_a_cosine_to_zero():
@@ -207,8 +261,8 @@ def test_behind_the_warm_up_the_rate_is_half_a_cosine_to_zero():
 
 
 def test_the_rate_is_zero_at_the_end_and_stays_there():
-    ends = [learning_rate(s, steps=100, peak=2.0, warmup=0.04) for s in (100, 150)]
-    assert ends == pytest.approx([0.0, 0.0])
+    schedule = Schedule(kind="cosine", steps=100, peak=2.0, warmup=0.04)
+    assert [schedule.rate(step) for step in (100, 150)] == pytest.approx([0.0, 0.0])
 
 
 def test_without_a_warm_up_the_first_rate_is_the_peak():

@@ -7,7 +7,7 @@ from reference import make_document, make_frozen, make_weights, pack, small, sta
 from dflash_fit.batch import Batch
 from dflash_fit.decode import DraftSession
 from dflash_fit.drafter import DFlashDraftModel, DrafterConfig
-from dflash_fit.step import Frozen, run_blocks
+from dflash_fit.step import Frozen, Pieces, run_blocks
 
 KINDS = {
     "full": small(block_size=5),
@@ -39,8 +39,8 @@ class Setup:
         """Training logits [anchors, B - 1, V] of the pack as it stands."""
         batch = Batch(**self.fields)
         context = self.drafter.context(batch.hidden, batch.position_ids)
-        rows = run_blocks(self.drafter, self.frozen, batch, context, slice(None))
-        return rows[: len(ANCHORS), 1:] @ self.frozen.head.T
+        rows = run_blocks(self.drafter, self.frozen, batch, context, slice(None), Pieces())
+        return rows[: len(ANCHORS)] @ self.frozen.head.T
 
 
 @every_kind

@@ -20,10 +20,10 @@ from dflash_cache.encodings import decode, encode
 from dflash_fit import step as step_module
 from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.drafter import DFlashDraftModel, DrafterConfig
-from dflash_fit.loss import HeadResult
+from dflash_fit.loss import HeadResult, Objective
 from dflash_fit.metrics import StepMetrics
 from dflash_fit.optim import AdamWConfig, FlatAdamW
-from dflash_fit.step import EagerStep, Frozen, StepConfig, accumulate, slot_weights
+from dflash_fit.step import EagerStep, Frozen, Pieces, StepConfig, Trainer, accumulate
 
 SETTINGS = small(
     layer_types=("sliding_attention", "full_attention"), sliding_window=7, block_size=5
@@ -71,26 +71,44 @@ def step_config(batch, **changes):
     anchors, block = len(batch.anchor_positions), SETTINGS["block_size"]
     shape = BatchShape(target_layers=layers, token_budget=tokens, hidden_size=hidden,
                        anchors=anchors, block_size=block)  # fmt: skip
-    options = {"gamma": GAMMA, "anchor_microbatch": anchors, "loss_chunk": 1000, **changes}
+    objective = Objective(divergence="ce", slot_weights="decay", gamma=GAMMA)
+    options = {"objective": objective, "anchor_microbatch": anchors, "loss_chunk": 1000, **changes}
     return StepConfig(shape=shape, **options)
 
 
-def weight_of(batch):
-    return slot_weights(batch, step_config(batch))[2].sum()
+def trainer_of(setup, batch, optimizer=None, **changes):
+    optimizer = optimizer or setup.optimizer()
+    config = step_config(batch, **changes)
+    return Trainer(setup.drafter, setup.frozen, optimizer, config, Pieces())
 
 
-def outcome(batch, *, normaliser=None, **changes):
-    """Loss and gradients of a batch, as {name: tensor}."""
+def eager_step(setup, batch, optimizer=None, **changes):
+    return EagerStep(trainer_of(setup, batch, optimizer, **changes))
+
+
+def sums(batch, **changes):
+    """Sums of losses, weights and gradients of a batch, as {name: tensor}."""
     setup = Setup()
-    loss = accumulate(
+    total, weight = accumulate(
         setup.drafter,
         setup.frozen,
         batch,
         step_config(batch, **changes),
-        normaliser=weight_of(batch) if normaliser is None else normaliser,
-        metrics=StepMetrics.zeros(SETTINGS["block_size"], device=CPU),
+        StepMetrics.zeros(SETTINGS["block_size"], device=CPU),
+        Pieces(),
     )
-    return {"loss": loss, **{n: p.grad for n, p in setup.drafter.named_parameters()}}
+    grads = {name: p.grad for name, p in setup.drafter.named_parameters()}
+    return {"loss": total, **grads}, weight
+
+
+def weight_of(batch):
+    return sums(batch)[1]
+
+
+def outcome(batch, *, normaliser=None, **changes):
+    """Loss and gradients of a batch, as {name: tensor}."""
+    found, weight = sums(batch, **changes)
+    return {n: value / (weight if normaliser is None else normaliser) for n, value in found.items()}
 
 
 def assert_same(found, wanted):
@@ -122,7 +140,7 @@ def test_loss_and_gradients_of_a_pack_equal_plain_pytorch():
 
 def test_three_steps_equal_three_steps_of_plain_pytorch():
     setup, model = Setup(), Setup().reference()
-    eager = EagerStep(setup.drafter, setup.frozen, setup.optimizer(), step_config(setup.batch()))
+    eager = eager_step(setup, setup.batch())
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
@@ -137,7 +155,7 @@ def test_three_steps_equal_three_steps_of_plain_pytorch():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         theirs.step()
         losses.append(float(loss.detach()))
-    assert eager.metrics.read()["loss"] == pytest.approx(sum(losses) / 3, rel=1e-5)
+    assert eager.trainer.metrics.read()["loss"] == pytest.approx(sum(losses) / 3, rel=1e-5)
     for name, parameter in model.named_parameters():
         # Adam divides by the gradient's size: a rounding is a share of a step of 1e-3.
         torch.testing.assert_close(setup.drafter.get_parameter(name), parameter, atol=1e-5, rtol=0)
@@ -146,9 +164,9 @@ def test_three_steps_equal_three_steps_of_plain_pytorch():
 def test_metrics_equal_slow_counts():
     setup, model = Setup(), Setup().reference()
     wanted = slow_loss(setup, model)
-    eager = EagerStep(setup.drafter, setup.frozen, setup.optimizer(), step_config(setup.batch()))
+    eager = eager_step(setup, setup.batch())
     eager(setup.batch(), lr=0.0)
-    found = eager.metrics.read()
+    found = eager.trainer.metrics.read()
     shares = [r / max(c, 1) for r, c in zip(wanted.right, wanted.count, strict=True)]
     assert found["slot_accuracy"] == pytest.approx(shares)
     assert found["accuracy"] == pytest.approx(sum(wanted.right) / sum(wanted.count))
@@ -158,8 +176,9 @@ def test_metrics_equal_slow_counts():
 def test_slots_that_do_not_count_are_neither_right_nor_wrong():
     metrics = StepMetrics.zeros(4, device=CPU)
     counts = torch.tensor([[True, True, False], [True, False, False]])
+    zeros = torch.zeros(2, 3)
     all_right = HeadResult(
-        total=torch.zeros(()), losses=torch.zeros(6), correct=torch.ones(6, dtype=torch.bool)
+        total=zeros.sum(), weight=zeros.sum(), losses=zeros, correct=zeros == 0, gradient=zeros
     )
     metrics.add_slots(all_right, counts)
     found = metrics.read()
@@ -169,10 +188,10 @@ def test_slots_that_do_not_count_are_neither_right_nor_wrong():
 def test_in_bfloat16_the_loss_is_that_of_fp32_to_its_rounding():
     setup = Setup(torch.bfloat16)
     optimizer = setup.optimizer(dtype=torch.bfloat16)
-    eager = EagerStep(setup.drafter, setup.frozen, optimizer, step_config(setup.batch()))
+    eager = eager_step(setup, setup.batch(), optimizer)
     eager(setup.batch(), lr=1e-3)
     wanted = float(slow_loss(Setup(), Setup().reference()).mean.detach())
-    assert eager.metrics.read()["loss"] == pytest.approx(wanted, rel=0.02)
+    assert eager.trainer.metrics.read()["loss"] == pytest.approx(wanted, rel=0.02)
 
 
 # --- what must not matter -----------------------------------------------------------------------
@@ -265,17 +284,17 @@ def test_slot_zero_never_reaches_the_head(monkeypatch):
     seen = []
 
     def record(rows, *args, **kwargs):
-        seen.append(rows.detach())
+        seen.append(rows)
         return original(rows, *args, **kwargs)
 
-    original = step_module.frozen_head_loss
-    monkeypatch.setattr(step_module, "frozen_head_loss", record)
+    original = step_module.head_loss
+    monkeypatch.setattr(step_module, "head_loss", record)
     setup, model = Setup(), Setup().reference()
     outcome(setup.batch(slots=7))
     wanted = [
         setup.documents[d].block(model, a, setup.tensors["embedding"])[1:] for d, a in ANCHORS
     ]
-    torch.testing.assert_close(torch.cat(seen), torch.cat(wanted), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(seen), torch.stack(wanted), atol=2e-5, rtol=1e-4)
 
 
 def test_a_batch_without_anchors_changes_nothing_and_is_finite():
@@ -285,18 +304,18 @@ def test_a_batch_without_anchors_changes_nothing_and_is_finite():
     batch.anchor_positions.zero_()
     optimizer = setup.optimizer(weight_decay=0.0)
     before = optimizer.master.clone()
-    eager = EagerStep(setup.drafter, setup.frozen, optimizer, step_config(batch))
+    eager = eager_step(setup, batch, optimizer)
     eager(batch, lr=1e-3)
-    found = eager.metrics.read()
+    found = eager.trainer.metrics.read()
     assert torch.equal(optimizer.master, before)
-    assert not optimizer.gradient.any()
+    assert not any(parameter.grad.any() for parameter in setup.drafter.parameters())
     assert (found["loss"], found["grad_norm"], found["accuracy"]) == (0.0, 0.0, 0.0)
 
 
 def test_states_that_are_not_finite_skip_the_step_and_the_next_goes_on():
     setup = Setup()
     optimizer = setup.optimizer()
-    eager = EagerStep(setup.drafter, setup.frozen, optimizer, step_config(setup.batch()))
+    eager = eager_step(setup, setup.batch(), optimizer)
     broken = setup.batch()
     broken.hidden[0, 3, 3] = math.nan
     before = optimizer.master.clone()
@@ -305,4 +324,4 @@ def test_states_that_are_not_finite_skip_the_step_and_the_next_goes_on():
     eager(setup.batch(), lr=1e-3)
     assert (int(optimizer.updates), int(optimizer.skipped)) == (1, 1)
     wanted = float(slow_loss(Setup(), Setup().reference()).mean.detach())
-    assert eager.metrics.read()["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert eager.trainer.metrics.read()["loss"] == pytest.approx(wanted, rel=1e-5)
