@@ -52,7 +52,7 @@ def parse_args() -> Namespace:
     parser.add_argument("--chunk", type=int, default=256, help="blocks through the head at once")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp"), help="disk to read from")
-    parser.add_argument("--loop-tokens", type=int, default=300_000, help="tokens on that disk")
+    parser.add_argument("--loop-tokens", type=int, default=150_000, help="tokens on that disk")
     parser.add_argument("--profile", action="store_true", help="kernels of a 27b step, on stderr")
     add_out(parser)
     return parser.parse_args()
@@ -229,7 +229,7 @@ def measure_loops(args: Namespace) -> dict[str, float]:
     setup = Setup(QWEN_27B)
     shape = QWEN_27B.shape(tokens=49_152, anchors=2048)
     batch = random_batch(shape, documents=30, vocabulary=QWEN_27B.vocabulary)
-    found = compare(setup, shape, batch, args, names=("captured", "compiled", "plain"))
+    found = compare(setup, shape, batch, args, rounds=1)
     return {
         "captured_over_plain_eager": found["plain"] / found["captured"],
         "captured_over_compiled_27b": found["compiled"] / found["captured"],
@@ -241,7 +241,7 @@ def measure_small(args: Namespace) -> dict[str, float]:
     setup = Setup(SMALL)
     shape = SMALL.shape(tokens=4096, anchors=256)
     batch = random_batch(shape, documents=4, vocabulary=SMALL.vocabulary)
-    found = compare(setup, shape, batch, args, names=("captured", "compiled", "plain"))
+    found = compare(setup, shape, batch, args, rounds=2)
     return {
         "captured_over_compiled_small": found["compiled"] / found["captured"],
         "captured_over_plain_small": found["plain"] / found["captured"],
@@ -250,12 +250,12 @@ def measure_small(args: Namespace) -> dict[str, float]:
 
 
 def compare(
-    setup: Setup, shape: BatchShape, batch: Batch, args: Namespace, *, names: tuple[str, ...]
+    setup: Setup, shape: BatchShape, batch: Batch, args: Namespace, *, rounds: int
 ) -> dict[str, float]:
-    """Median seconds of each way; two rounds of each, so that the order does not decide."""
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(2):
-        for name in names:
+    """Median seconds of each way."""
+    seconds: dict[str, list[float]] = {name: [] for name in ("captured", "compiled", "plain")}
+    for _ in range(rounds):
+        for name in seconds:
             step = way(name, setup, shape, batch, args)
             began = compilations()
             seconds[name] += replays(step, batch, args.repeats)

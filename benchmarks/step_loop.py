@@ -20,7 +20,7 @@ from dflash_fit.step import Pieces
 LR = 1e-5
 LOG_EVERY = 3
 DENSE, SPARSE = 6144, 512  # anchors: paper density, and one that a disk does not keep up with
-STEPS = {DENSE: 12, SPARSE: 24}
+STEPS = {DENSE: 10, SPARSE: 16}
 
 
 def measure_loop(

@@ -1,5 +1,7 @@
 """The same results on a GPU as on the CPU, which the other tests check against oracles."""
 
+import json
+
 import pytest
 import torch
 from conftest import tiny_build
@@ -13,7 +15,43 @@ from dflash_fit.config import EvalConfig
 from dflash_fit.evaluate import evaluate_drafter
 from dflash_fit.pinned import host_tensor
 
-pytestmark = pytest.mark.gpu
+# The compiler warns of itself.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+
+def gpu_fit(cache, out, **changes):
+    """A captured run; the kernels want heads of at least 16 channels."""
+    return tiny_fit(cache, out, **{"device": "cuda", "head_dim": 16, **changes})
+
+
+def lines(run, kind):
+    every = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in every if line["kind"] == kind]
+
+
+def test_a_run_is_captured_once_compiles_nothing_later_and_says_so(tiny_cache, tmp_path, capsys):
+    config = gpu_fit(tiny_cache, tmp_path / "run", eval_every=4, log_every=2)
+    loop.fit(config)
+    assert "captured the step in" in capsys.readouterr().err
+    assert [line["captures"] for line in lines(config.out, "capture")] == [1]
+    trained = lines(config.out, "train")
+    assert [(line["captures"], line["recompiles"]) for line in trained] == [(1, 0)] * 5
+    assert {line["limit"] for line in trained} <= {"step", "reader", "handover"}
+
+
+@pytest.mark.parametrize("options", [{"packs_per_step": 2}, {"passes_per_pack": 3}])
+def test_packs_and_passes_on_the_gpu_follow_the_cpu(tiny_cache, tmp_path, options):
+    for device in ("cpu", "cuda"):
+        loop.fit(gpu_fit(tiny_cache, tmp_path / device, device=device, **options))
+    found, wanted = losses(tmp_path / "cuda"), losses(tmp_path / "cpu")
+    for (_, loss, _), (_, cpu_loss, _) in zip(found, wanted, strict=True):
+        assert loss == pytest.approx(cpu_loss, rel=1e-3)
+
+
+def test_measured_anchors_on_the_gpu(tiny_cache, tmp_path, capsys):
+    config = gpu_fit(tiny_cache, tmp_path / "run", anchors="auto", anchor_microbatch=8)
+    assert loop.fit(config)["finished"]
+    assert "--anchors auto:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("encoding", ENCODING_NAMES)
@@ -21,7 +59,7 @@ def test_a_run_on_the_gpu_follows_the_run_on_the_cpu(tiny_target, tiny_data, tmp
     cache = tmp_path / "cache"
     build_cache(tiny_build(tiny_target, tiny_data, cache, encoding=encoding))
     for device in ("cpu", "cuda"):
-        loop.fit(tiny_fit(cache, tmp_path / device, device=device))
+        loop.fit(gpu_fit(cache, tmp_path / device, device=device))
     found, wanted = losses(tmp_path / "cuda"), losses(tmp_path / "cpu")
     assert [step for step, _, _ in found] == [step for step, _, _ in wanted]
     for (_, loss, norm), (_, cpu_loss, cpu_norm) in zip(found, wanted, strict=True):
@@ -37,7 +75,7 @@ def test_pinned_memory_is_known_to_cuda_and_copied_whole():
 
 
 def test_a_run_in_bf16_goes_on_where_it_stopped(tiny_cache, tmp_path):
-    config = tiny_fit(tiny_cache, tmp_path / "run", device="cuda", precision="bf16")
+    config = gpu_fit(tiny_cache, tmp_path / "run", precision="bf16")
     assert not loop.fit(config, stop=lambda step: step == 4)["finished"]
     assert loop.fit(config)["finished"]
     found = [loss for _, loss, _ in losses(tmp_path / "run")]
@@ -61,7 +99,7 @@ def test_a_cache_built_on_the_gpu_holds_the_states_of_the_cpu(
 def test_decoding_on_the_gpu_is_identical_to_greedy(tiny_cache, tiny_target, tmp_path):
     from conftest import chat_rows, write_jsonl
 
-    loop.fit(tiny_fit(tiny_cache, tmp_path / "run", device="cuda", max_steps=30, epochs=20))
+    loop.fit(gpu_fit(tiny_cache, tmp_path / "run", max_steps=30, epochs=20))
     report = evaluate_drafter(
         EvalConfig(
             drafter=tmp_path / "run",

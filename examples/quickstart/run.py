@@ -18,8 +18,7 @@ HERE = Path(__file__).parent
 CACHE_OPTIONS = ["--max-samples", "900", "--batch-tokens", "2048"]
 FIT_OPTIONS = [
     *["--num-layers", "2", "--block-size", "4", "--gamma", "2", "--token-budget", "1024"],
-    *["--anchors", "128", "--anchor-microbatch", "128", "--loss-chunk", "128"],
-    *["--epochs", "4", "--lr", "1e-3", "--beta2", "0.95", "--held-out", "0.03"],
+    *["--anchors", "128", "--epochs", "4", "--lr", "1e-3", "--beta2", "0.95", "--held-out", "0.03"],
     *["--eval-every", "250", "--eval-tokens", "4000"],
 ]
 EVAL_OPTIONS = ["--max-new-tokens", "96"]
