@@ -34,6 +34,13 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler(request: pytest.FixtureRequest) -> None:
+    """A test that compiles for the GPU does not count against the limit of the next one."""
+    if request.node.get_closest_marker("gpu"):
+        torch._dynamo.reset()
+
+
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
