@@ -1,0 +1,49 @@
+"""What we say of our speed is what a benchmark found, and is committed."""
+
+import json
+import operator
+from pathlib import Path
+
+import pytest
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+at_most, at_least = operator.le, operator.ge
+not_yet = pytest.mark.xfail(strict=True, raises=KeyError, reason="bench_step --parts disk: not run")
+
+# On one H200, at the shapes of the drafters of Qwen3.6-27B and of a 4B target.
+STEP = {
+    "ceiling_tflops": (at_least, 700),
+    "first_replay_s": (at_most, 60),
+    "step_ms_T4096_A512": (at_most, 215),
+    "step_ms_4b_T8192_A1024": (at_most, 165),
+    "tflops_A2048": (at_least, 560),
+    "tflops_A8192": (at_least, 570),
+    "memory_gb_A8192": (at_most, 100),
+    "captured_over_plain_eager": (at_least, 1.15),
+    "captured_over_compiled_27b": (at_least, 0.98),
+    "captured_over_compiled_small": (at_least, 1.3),
+    "host_ms_per_step": (at_most, 3),
+    "loop_over_replay": (at_least, 0.97),
+    "reader_over_raw": (at_least, 0.85),
+}
+MISSING = {"loop_over_replay", "reader_over_raw"}
+
+
+def figures(pattern):
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
+    return {key: value for result in found for key, value in result["figures"].items()}
+
+
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=not_yet if key in MISSING else ()) for key in STEP]
+)
+def test_the_step_is_as_fast_as_we_want_it(key):
+    compare, bound = STEP[key]
+    assert compare(figures("step-*.json")[key], bound)
+
+
+def test_every_result_says_where_it_comes_from():
+    for path in RESULTS.glob("*.json"):
+        found = json.loads(path.read_text())
+        assert {"benchmark", "device", "torch", "commit", "date", "shape", "figures"} <= set(found)
+        assert found["figures"], path
