@@ -21,9 +21,9 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from dflash_fit import block_kernel
+from dflash_fit import block_attention
 from dflash_fit.attention import Blocks, DenseSight, Sight, Visibility
-from dflash_fit.block_kernel import BlockSight, Tile, Tiles
+from dflash_fit.block_attention import BlockSight, Tile
 
 BEGAN = time.monotonic()
 SIZE, HEADS, KV_HEADS, D = 16, 32, 8, 128
@@ -48,10 +48,10 @@ def main() -> None:
                 figures |= with_flex(bench, failed)
             if number == 0 and window is None:
                 figures |= sweep(bench, args, failed)
-            elif block_kernel.TILES[D] != CHOSEN:
-                block_kernel.TILES[D] = CHOSEN
+            elif block_attention.TILES[D] != CHOSEN:
+                block_attention.TILES[D] = CHOSEN
                 figures |= bench.measure("chosen", lambda bench=bench: bench.ours())
-            block_kernel.TILES[D] = DEFAULT
+            block_attention.TILES[D] = DEFAULT
     said = {"heads": HEADS, "kv_heads": KV_HEADS, "d": D, "block_size": SIZE}
     said |= {"chosen": str(CHOSEN), "failed": failed}
     publish(result("attention", said, figures), args.out)
@@ -260,7 +260,7 @@ def median_ms(action: Callable[[], object], *, repeats: int = 12) -> float:
 
 # --- sizes of tiles -----------------------------------------------------------------------------
 
-DEFAULT = CHOSEN = block_kernel.TILES[D]
+DEFAULT = CHOSEN = block_attention.TILES[D]
 
 
 def tile(rows: int, keys: int, warps: int, stages: int) -> Tile:
@@ -280,15 +280,11 @@ CONTEXT = [
     tile(64, 128, 8, 3), tile(64, 128, 8, 2), tile(64, 64, 4, 2), tile(64, 64, 4, 3),
     tile(64, 64, 8, 3), tile(128, 64, 8, 2),
 ]  # fmt: skip
-FUSED = [
-    tile(64, 128, 8, 2), tile(64, 128, 8, 3), tile(64, 64, 4, 2), tile(64, 64, 8, 2),
-    tile(64, 64, 8, 3),
-]  # fmt: skip
 
 
 def candidates() -> Iterator[tuple[str, Tile]]:
     """Part and tile; in turns, so that a short sweep has of all."""
-    lists = [("forward", FORWARD), ("query", QUERY), ("context", CONTEXT), ("fused", FUSED)]
+    lists = [("forward", FORWARD), ("query", QUERY), ("context", CONTEXT)]
     for turn in range(max(len(tiles) for _, tiles in lists)):
         for part_name, tiles in lists:
             if turn < len(tiles):
@@ -304,7 +300,7 @@ def sweep(bench: Bench, args: Namespace, failed: dict[str, str]) -> dict[str, fl
         if late(args, "more sizes"):
             break
         name = f"{part_name}.{size.rows}x{size.keys}w{size.warps}s{size.stages}"
-        block_kernel.TILES[D] = with_part(DEFAULT, part_name, size)
+        block_attention.TILES[D] = replace(DEFAULT, **{part_name: size})
         try:
             found = bench.measure(name, bench.ours, backward=part_name != "forward")
         except REFUSED as error:
@@ -315,30 +311,13 @@ def sweep(bench: Bench, args: Namespace, failed: dict[str, str]) -> dict[str, fl
         direction = "forward" if part_name == "forward" else "backward"
         taken = found[f"{bench.name}.{direction}_ms.{name}"]
         best[part_name] = min(best.get(part_name, (math.inf, size)), (taken, size), key=first_of)
-    CHOSEN = chosen_of(best)
+    CHOSEN = replace(DEFAULT, **{name: size for name, (_, size) in best.items()})
     say(f"chosen: {CHOSEN}")
     return figures
 
 
 def first_of(pair: tuple[float, Tile]) -> float:
     return pair[0]
-
-
-def with_part(tiles: Tiles, part_name: str, size: Tile) -> Tiles:
-    if part_name == "fused":
-        return replace(tiles, context=size, fused=True)
-    return replace(tiles, fused=False, **{part_name: size})
-
-
-def chosen_of(best: dict[str, tuple[float, Tile]]) -> Tiles:
-    tiles = DEFAULT
-    fused, _ = best.pop("fused", (math.inf, None))
-    kept = min((best[name][0] for name in ("query", "context") if name in best), default=math.inf)
-    for part_name, (_, size) in best.items():
-        tiles = with_part(tiles, part_name, size)
-    if fused < kept:
-        say(f"the fused way back is faster: {fused:.3f} ms, two kernels {kept:.3f} ms")
-    return tiles
 
 
 def with_flex(bench: Bench, failed: dict[str, str]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 from bench_store import make_cold, may_drop_caches
-from common import add_out, publish, result, spread, timed
+from common import add_out, end_on_sigterm, publish, result, spread, timed
 from store_data import BUCKET_EDGES, Data, page_aligned
 from store_ways import BLOCK, LONG_BLOCK, hidden_files, read_raw, write_ours
 
@@ -43,6 +43,7 @@ SCRATCH = bytearray(BLOCK)
 
 def main() -> None:
     args = parse_args()
+    end_on_sigterm()
     device = torch.device(args.device)
     with tempfile.TemporaryDirectory(prefix="bench_feed.", dir=args.folder) as folder:
         root = make_cache(Path(folder) / "cache", args)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import add_out, publish, result, spread
+from common import add_out, end_on_sigterm, publish, result, spread
 from step_data import DEVICE, QWEN_4B, QWEN_27B, SMALL, Setup, random_batch
 from torch._dynamo.utils import compile_times
 
@@ -27,6 +27,8 @@ from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.graph import GraphStep, compilations, compiled
 from dflash_fit.step import EagerStep, Pieces, Trainer
 
+# Every shape is another specialisation of the same few functions.
+torch._dynamo.config.recompile_limit = 64
 BEGAN = time.perf_counter()
 PARTS = ("ceiling", "first", "27b", "loops", "4b", "small", "disk")
 LR = 1e-5
@@ -34,6 +36,7 @@ LR = 1e-5
 
 def main() -> None:
     args = parse_args()
+    end_on_sigterm()
     figures: dict[str, float] = {}
     for part in args.parts.split(","):
         say(f"--- {part}")

@@ -61,7 +61,10 @@ class Model:
         )
 
     def useful_flop(self, *, tokens: int, anchors: int) -> float:
-        """Matrix products that a step needs; attention is not counted (see measurements).
+        """Matrix products of a step; attention is not counted (see measurements).
+
+        A fixed count, so that ways to train compare.  Of the layers' share the step leaves out
+        2%: slot 0 behind the last layer's attention, the first layer's input gradient.
 
         `fc` forward and weight gradient; context keys and values, and the layers on all slots,
         three products each; the frozen head on 15 of 16 slots, forward and input gradient.

@@ -55,7 +55,8 @@ def measure_loop(
                 }
             else:
                 raw = max(raw_rate(root, threads=4) for _ in range(2))
-                delivered = source.stored_bytes(START) / 1e9 / loop
+                # Not bytes over the seconds of the loop: it begins with packs already read.
+                delivered = reading.gb_per_s_delivered or 0.0
                 figures |= {
                     "reader_over_raw": delivered / raw,
                     "reader_gb_s": delivered,

@@ -28,6 +28,17 @@ from dflash_fit.export import write_drafter
 from dflash_fit.loader import Position
 from dflash_fit.optim import FlatAdamW
 
+# What runs did before these options existed: their config.json does not name them.
+BEFORE = {
+    "passes_per_pack": 1,
+    "packs_per_step": 1,
+    "schedule": "cosine",
+    "cooldown": 0.2,
+    "final_lr": 0.0,
+    "loss": "ce",
+    "slot_weights": "decay",
+}
+
 STATE_FILES = ("state.json", "optimizer.safetensors", "model.safetensors", "config.json")
 
 
@@ -38,7 +49,7 @@ class RunState:
     step: int  # updates done
     epoch: int
     index: int  # next pack of the epoch
-    turn: int  # next pass over it
+    turn: int = 0  # next pass over it; runs from before there were passes do not say
     best_step: int | None
     best_acceptance: float
 
@@ -47,7 +58,21 @@ class RunState:
         return Position(epoch=self.epoch, index=self.index, turn=self.turn)
 
 
-START = RunState(step=0, epoch=0, index=0, turn=0, best_step=None, best_acceptance=0.0)
+START = RunState(step=0, epoch=0, index=0, best_step=None, best_acceptance=0.0)
+
+
+def as_begun(config: FitConfig) -> FitConfig:
+    """The options with the anchors that a run in this folder measured, where they are `auto`.
+
+    Refuses a folder that is something else, before anything is built or measured.
+    """
+    path = config.out / "config.json"
+    if path.is_file():
+        begun = read_options(path)
+        return replace(config, anchors=begun["anchors"]) if config.anchors == "auto" else config
+    if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
+        raise no_run_folder(config.out)
+    return config
 
 
 def open_run(config: FitConfig, *, identity: Identity) -> None:
@@ -57,21 +82,14 @@ def open_run(config: FitConfig, *, identity: Identity) -> None:
     if path.is_file():
         refuse_other_run(path, resolved)
         return
-    if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
-        raise RunFolderError(
-            f"{config.out}: not empty and not a run folder; nothing was touched. "
-            "Give --out a new folder"
-        )
     config.out.mkdir(parents=True, exist_ok=True)
     disk.write_file(path, json.dumps(resolved, indent=2).encode())
 
 
-def as_begun(config: FitConfig) -> FitConfig:
-    """The options with the anchors that a run in this folder measured, where they are `auto`."""
-    path = config.out / "config.json"
-    if config.anchors != "auto" or not path.is_file():
-        return config
-    return replace(config, anchors=read_options(path)["anchors"])
+def no_run_folder(out: Path) -> RunFolderError:
+    return RunFolderError(
+        f"{out}: not empty and not a run folder; nothing was touched. Give --out a new folder"
+    )
 
 
 def resolve(config: FitConfig, *, identity: Identity) -> dict[str, Any]:
@@ -87,11 +105,15 @@ def resolve(config: FitConfig, *, identity: Identity) -> dict[str, Any]:
 
 
 def read_options(path: Path) -> dict[str, Any]:
+    """The options that a run was begun with; of an older one as well."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except ValueError:
         raise RunFolderError(f"{path}: broken JSON; give --out a new folder") from None
-    return found
+    # Drafter folders have a config.json, too.
+    if not isinstance(found, dict) or "cache_fingerprint" not in found:
+        raise no_run_folder(path.parent)
+    return {**BEFORE, **found}
 
 
 def refuse_other_run(path: Path, wanted: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 The command line makes its options from these fields, so a default lives nowhere else.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,19 +41,27 @@ class FitConfig:
     mask_token_id: int | None = option(None, "Mask token (default: the one the cache chose).")
     token_budget: int = option(49152, "Token slots of a packed batch.")
     anchors: int | Auto = option(
-        2048, "Blocks trained per packed batch; auto measures how many hide the reading of it."
+        2048,
+        "Blocks trained per packed batch; auto measures how many take as long as reading a batch.",
     )
     epochs: int = option(6, "Passes over the training samples.")
     passes_per_pack: int = option(
         1, "Times that a packed batch is trained once it is read, each with fresh anchors."
     )
-    packs_per_step: int = option(1, "Packed batches that an update adds up.")
+    packs_per_step: int = option(
+        1, "Packed batches whose gradients an update adds up; each pass over one counts."
+    )
     max_steps: int | None = option(None, "Stop after this many steps (default: after the epochs).")
     lr: float = option(6e-4, "Peak learning rate.")
     warmup: float = option(0.04, "Share of the steps that warm up.")
-    schedule: str = option("cosine", "How the rate falls: cosine, linear, or wsd (late).")
-    cooldown: float = option(0.2, "Share of the steps in which wsd falls.")
-    final_lr: float = option(0.0, "Last learning rate, in parts of the peak.")
+    schedule: str = option(
+        "cosine",
+        "How the learning rate falls: cosine or linear, from the warm-up on; wsd, only at the end.",
+    )
+    cooldown: float = option(
+        0.2, "Share of the steps, the last ones, in which --schedule wsd falls."
+    )
+    final_lr: float = option(0.0, "Learning rate at the end, as a share of the peak.")
     weight_decay: float = option(0.0, "Decoupled weight decay of matrices.")
     beta1: float = option(0.9, "AdamW's first beta.")
     beta2: float = option(0.999, "AdamW's second beta.")
@@ -61,10 +70,14 @@ class FitConfig:
         None, "Decay of the loss over slots (default: 7, 5, 4 for blocks of 16, 10, 8)."
     )
     loss: str = option(
-        "ce", "What a slot should match: ce, the token; kl, the target's own distribution."
+        "ce",
+        "What a slot should match: ce, the token; kl, the target's distribution over all tokens "
+        "(the cache must have been built with --final-hidden).",
     )
     slot_weights: str = option(
-        "decay", "How much each slot counts: decay by gamma, or dpace (by what was hit before)."
+        "decay",
+        "How much each slot counts: decay, less from slot to slot by --gamma; dpace, by how likely "
+        "a draft is accepted as far as that slot.",
     )
     held_out: float = option(0.05, "Share of conversations that never train.")
     precision: str = option("bf16", "Weights and arithmetic: bf16 (with fp32 masters) or fp32.")
@@ -78,10 +91,13 @@ class FitConfig:
     )
     loss_chunk: int = option(256, "Blocks that go through the LM head at once.")
     step: str = option(
-        "auto", "graph: compiled and captured in a CUDA graph; eager: op by op; auto: what fits."
+        "auto",
+        "graph: compiled, and replayed as a CUDA graph; eager: op by op; auto: graph on a GPU.",
     )
     attention: str = option(
-        "auto", "block: our kernels; flex; dense: every pair; auto: block on a GPU, else dense."
+        "auto",
+        "block: our GPU kernels; flex: PyTorch's flex attention, compiled; dense: a mask of every "
+        "pair; auto: block on a GPU, else dense.",
     )
     checkpoint_every: int = option(500, "Steps between checkpoints.")
     keep_last: int = option(2, "Checkpoints kept, besides the best one.")
@@ -101,7 +117,7 @@ class FitConfig:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: want {' or '.join(words)}")
         if self.anchors != "auto":
             require_positive(self, "anchors")
-            self.microbatch("cpu")
+            self.refuse_uneven_parts()
         if self.block_size < 2:
             raise ConfigError(
                 f"--block-size {self.block_size}: want 2 or more (slot 0 is the anchor)"
@@ -113,28 +129,36 @@ class FitConfig:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: want a share from 0 to 1")
         if self.max_steps is not None and self.max_steps < 0:
             raise ConfigError(f"--max-steps {self.max_steps}: want 0 or more")
-        for name in ("lr", "clip"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"--{name} {getattr(self, name)}: want more than 0")
-        if self.gamma is not None and not self.gamma > 0:
-            raise ConfigError(f"--gamma {self.gamma}: want more than 0")
+        for name in ("lr", "clip", "gamma"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"--{name} {value}: want a finite number above 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"--{name} {getattr(self, name)}: want 0 or more, but below 1")
+        for name in ("weight_decay", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: want 0 or more")
+
+    def refuse_uneven_parts(self) -> None:
+        assert isinstance(self.anchors, int), self.anchors
+        size = self.anchor_microbatch
+        if size is not None and self.anchors % min(size, self.anchors):
+            raise ConfigError(
+                f"--anchors {self.anchors}: want a multiple of --anchor-microbatch {size}"
+            )
 
     def microbatch(self, device_type: str) -> int:
         """Blocks that go through the drafter at once: a divisor of the anchors."""
         assert isinstance(self.anchors, int), self.anchors
-        if self.anchor_microbatch is None:
-            most = MICROBATCH.get(device_type, 256)
-            size = largest_divisor(self.anchors, at_most=most)
-            if size < min(self.anchors, most) / 4:
-                raise ConfigError(
-                    f"--anchors {self.anchors}: its largest part of up to {most} is {size}, too "
-                    f"small to be fast; take a multiple of {most}"
-                )
-            return size
-        size = min(self.anchor_microbatch, self.anchors)
-        if self.anchors % size:
+        if self.anchor_microbatch is not None:
+            return min(self.anchor_microbatch, self.anchors)
+        most = MICROBATCH[device_type]
+        size = largest_divisor(self.anchors, at_most=most)
+        if size < min(self.anchors, most) / 4:
             raise ConfigError(
-                f"--anchors {self.anchors}: want a multiple of --anchor-microbatch {size}"
+                f"--anchors {self.anchors}: its largest part of up to {most} is {size}, too "
+                f"small to be fast; take a multiple of {most}"
             )
         return size
 
@@ -158,7 +182,7 @@ CHOICES = {
 # Blocks that go through the drafter at once, at most, where nothing is said.
 MICROBATCH = {"cuda": 2048, "cpu": 256}
 
-# Fields of FitConfig that a resumed run may change.
+# Fields of FitConfig that a resumed run may change: the result stays the same up to rounding.
 SPEED_ONLY = (
     *("cache", "out", "anchor_microbatch", "loss_chunk", "checkpoint_every", "keep_last"),
     *("log_every", "device", "step", "attention"),

@@ -32,7 +32,7 @@ def auto_anchors(
     device: torch.device,
 ) -> FitConfig:
     """The options with a number for the anchors; told on stderr, with what it follows from."""
-    few = config.anchor_microbatch or MICROBATCH.get(device.type, 256)
+    few = config.anchor_microbatch or MICROBATCH[device.type]
     unit = config.anchor_microbatch or few // 4
     one, two = (
         replace(config, anchors=n * few, anchor_microbatch=few, packs_per_step=1) for n in (1, 2)
@@ -52,9 +52,11 @@ def auto_anchors(
         most=max(unit, most // unit * unit),
         passes=config.passes_per_pack,
     )
+    step, needed = fixed + per_anchor * anchors, reading / config.passes_per_pack
     tqdm.write(
-        f"--anchors auto: {anchors}; a pack is read in {reading:.3f} s, a step takes "
-        f"{fixed:.3f} s and {per_anchor * 1e6:.1f} us per anchor, a pack holds {most} candidates",
+        f"--anchors auto: {anchors}; a step takes {fixed:.3f} s and {per_anchor * 1e6:.1f} us per "
+        f"anchor, together {step:.3f} s; reading for a step takes {needed:.3f} s"
+        + (f", and a pack has no more than {most} candidates to hide it" if step < needed else ""),
         file=sys.stderr,
     )
     return replace(config, anchors=anchors)

@@ -178,6 +178,11 @@ class Fills:
         """The next pack once it is filled, None behind the last; raises what its filling raised."""
         return self.filling.popleft().result() if self.filling else None
 
+    def counts(self) -> tuple[int, float]:
+        """Bytes and seconds of one moment."""
+        with self.lock:
+            return self.bytes, self.seconds
+
     def close(self) -> None:
         """End the threads; what is being read is read to its end, at most a pack for each."""
         self.stopped.set()
@@ -210,15 +215,23 @@ class Fills:
                 self.active -= 1
 
 
+_intervals: list[float] = []  # what the first of the feeds that run has found
+
+
 @contextmanager
 def quick_switches() -> Iterator[None]:
-    """Threads of this process wait for the interpreter for at most `SWITCH_SECONDS`."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, SWITCH_SECONDS))
+    """Threads of this process wait for the interpreter for at most `SWITCH_SECONDS`.
+
+    The last of several that overlap puts back what the first has found.
+    """
+    _intervals.append(_intervals[0] if _intervals else sys.getswitchinterval())
+    sys.setswitchinterval(min(_intervals[0], SWITCH_SECONDS))
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
+        before = _intervals.pop()
+        if not _intervals:
+            sys.setswitchinterval(before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +266,7 @@ class Feed:
         self.mover: Thread | None = None
         self.freed: SimpleQueue[Mark] = SimpleQueue()
         self.sent: SimpleQueue[tuple[Load, Mark] | _Failed | None] = SimpleQueue()
-        self.releasable = False
+        self.begun = self.releasable = False
         self.waited = 0.0  # seconds in which the caller stood still
         self.delivered = 0  # bytes on disk of the batches handed over
 
@@ -273,12 +286,13 @@ class Feed:
 
     def counts(self) -> Counts:
         """Everything counted so far."""
+        read, read_seconds = self.fills.counts()
         return Counts(
             waited=self.waited,
             idle=self.waited if self.lane is None else self.lane.idle,
             delivered=self.delivered,
-            read=self.fills.bytes,
-            read_seconds=self.fills.seconds,
+            read=read,
+            read_seconds=read_seconds,
         )
 
     def release(self) -> None:
@@ -292,6 +306,8 @@ class Feed:
             self.freed.put(self.lane.freed())
 
     def __iter__(self) -> Iterator[tuple[Batch, Position]]:
+        assert not self.begun, "a feed is iterated once"
+        self.begun = True
         with quick_switches(), self:
             for host in self.hosts:
                 self.fills.refill(host)

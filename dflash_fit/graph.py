@@ -71,7 +71,9 @@ class GraphStep:
         """Warm up on a pack, then capture; weights, moments and counters stay as they were."""
         began = time.perf_counter()
         self._take(batch)
-        optimizer, turns = self.trainer.optimizer, range(self.trainer.config.packs)
+        optimizer, last = self.trainer.optimizer, self.trainer.config.packs - 1
+        # All packs between the first and the last do the same: one of them stands for all.
+        turns = sorted({0, min(1, last), last})
         optimizer.armed.zero_()
         side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self.device))
@@ -81,8 +83,7 @@ class GraphStep:
                     self.trainer.train(self.input, turn)
         torch.cuda.current_stream(self.device).wait_stream(side)
         pool = torch.cuda.graph_pool_handle()
-        # At most three: all packs between the first and the last do the same.
-        for turn in sorted({0, min(1, len(turns) - 1), len(turns) - 1}):
+        for turn in turns:
             graph = torch.cuda.CUDAGraph()
             # Other threads may use CUDA meanwhile: the feed copies the next pack.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

@@ -98,7 +98,7 @@ def train(run: Run, state: RunState, stop: Stop) -> RunState:
             if stop(state.step):
                 break
         if saved != state.step:
-            save(run, state)  # before the feed ends: that waits for packs under way
+            save(run, state)
     return state
 
 
@@ -148,7 +148,7 @@ def measure(run: Run, state: RunState) -> RunState:
         run.held_out,
         shape=run.source.shape,
         device=run.device,
-        anchor_group=run.trainer.config.anchor_microbatch,
+        anchor_group=run.group,
         pieces=run.plain,
     )
     run.drafter.train()

@@ -13,9 +13,10 @@ from dflash_cache.errors import ConfigError
 from dflash_cache.reader import CacheReader
 from dflash_cache.schema import FINAL_HIDDEN, TokenizerSpec
 from dflash_cache.vocabulary import refuse_bad_mask_token
-from dflash_fit.backends import sight_maker
+from dflash_fit.attention import DenseSight
+from dflash_fit.backends import refuse_attention, sight_maker
 from dflash_fit.batch import BatchShape
-from dflash_fit.config import FitConfig
+from dflash_fit.config import MICROBATCH, FitConfig
 from dflash_fit.density import auto_anchors
 from dflash_fit.drafter import FULL, SLIDING, DFlashDraftModel, DrafterConfig
 from dflash_fit.errors import FitError
@@ -40,7 +41,8 @@ class Run:
     frozen: Frozen
     optimizer: FlatAdamW
     trainer: Trainer
-    plain: Pieces  # not compiled, for measuring between steps
+    plain: Pieces  # not compiled, so that measuring between replays adds nothing to compile
+    group: int  # anchors measured at once
     step: EagerStep | GraphStep
     schedule: Schedule
     device: torch.device
@@ -48,63 +50,70 @@ class Run:
     training: dict[str, Any]
 
 
-def prepare(config: FitConfig, reader: CacheReader) -> Run:
-    """Build drafter, optimizer, data and step; refuse what cannot work before anything runs."""
-    device = pick_device(config.device)
-    if device.index is not None:
-        torch.cuda.set_device(device)  # kernels of our own run on the current one
-    captured = captures(config, device)
-    refuse_long_documents(reader, token_budget=config.token_budget)
-    refuse_missing_teacher(config, reader)
-    training, held_out = split_documents(reader, held_out=config.held_out)
-    drafter_config = drafter_config_for(config, reader)
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    drafter = new_drafter(drafter_config, seed=config.seed, device=device)
-    optimizer = FlatAdamW(drafter, adamw_config(config), dtype=dtype)
-    frozen = load_frozen(reader, dtype=dtype, device=device)
-    plain = Pieces(sight=sight_maker(config.attention, device))
-    pieces = compiled(plain) if captured else plain
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of, whatever the number of its anchors."""
 
-    def source_of(config: FitConfig) -> PackSource:
+    reader: CacheReader
+    training: list[int]  # documents
+    drafter: DFlashDraftModel
+    frozen: Frozen
+    optimizer: FlatAdamW
+    pieces: Pieces
+    device: torch.device
+
+    def source(self, config: FitConfig) -> PackSource:
         final = [FINAL_HIDDEN] if config.loss == "kl" else []
         return PackSource(
-            reader,
-            training,
-            layer_ids=[*drafter_config.target_layer_ids, *final],
-            shape=shape_for(config, drafter_config, reader),
+            self.reader,
+            self.training,
+            layer_ids=[*self.drafter.config.target_layer_ids, *final],
+            shape=shape_for(config, self.drafter.config, self.reader),
             seed=config.seed,
             passes=config.passes_per_pack,
         )
 
-    def trainer_of(config: FitConfig) -> Trainer:
+    def trainer(self, config: FitConfig) -> Trainer:
         settings = StepConfig(
-            shape=shape_for(config, drafter_config, reader),
+            shape=shape_for(config, self.drafter.config, self.reader),
             objective=Objective(
                 divergence=config.loss,
                 slot_weights=config.slot_weights,
                 gamma=config.decay_gamma,
             ),
-            anchor_microbatch=config.microbatch(device.type),
+            anchor_microbatch=config.microbatch(self.device.type),
             loss_chunk=config.loss_chunk,
             packs=config.packs_per_step,
         )
-        return Trainer(drafter, frozen, optimizer, settings, pieces)
+        return Trainer(self.drafter, self.frozen, self.optimizer, settings, self.pieces)
 
+
+def prepare(config: FitConfig, reader: CacheReader) -> Run:
+    """Build drafter, optimizer, data and step; refuse what cannot work before anything runs."""
+    device = pick_device(config.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # kernels of our own run on the current one
+    captured = captures(config, device)
+    drafter_config = drafter_config_for(config, reader)
+    refuse_what_cannot_run(config, reader, drafter_config, device, captured=captured)
+    training, held_out = split_documents(reader, held_out=config.held_out)
+    parts = make_parts(config, reader, drafter_config, training, device, captured=captured)
     if config.anchors == "auto":
-        config = auto_anchors(config, source_of, trainer_of, device=device)
-    source, trainer = source_of(config), trainer_of(config)
-    planned = source.steps(config.epochs) // config.packs_per_step
-    steps = planned if config.max_steps is None else min(planned, config.max_steps)
+        config = auto_anchors(config, parts.source, parts.trainer, device=device)
+    source, trainer = parts.source(config), parts.trainer(config)
+    steps = steps_of(config, source)
+    plain, group = for_measuring(config, device)
     return Run(
         config=config,
         reader=reader,
         source=source,
         held_out=choose_documents(held_out, reader.lengths, max_tokens=config.eval_tokens),
-        drafter=drafter,
-        frozen=frozen,
-        optimizer=optimizer,
+        drafter=parts.drafter,
+        frozen=parts.frozen,
+        optimizer=parts.optimizer,
         trainer=trainer,
         plain=plain,
+        group=group,
         step=GraphStep(trainer) if captured else EagerStep(trainer),
         schedule=schedule_of(config, steps=steps),
         device=device,
@@ -113,14 +122,77 @@ def prepare(config: FitConfig, reader: CacheReader) -> Run:
     )
 
 
+def dtype_of(config: FitConfig) -> torch.dtype:
+    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+
+
 def captures(config: FitConfig, device: torch.device) -> bool:
     """Whether the step is captured: on a GPU, unless told otherwise."""
     if config.step == "graph" and device.type != "cuda":
         raise ConfigError(f"--step graph: a step on {device} cannot be captured; drop the option")
-    captured = config.step != "eager" and device.type == "cuda"
-    if config.attention == "flex" and not captured:
-        raise ConfigError("--attention flex: only inside a compiled step; add --step graph")
-    return captured
+    return config.step != "eager" and device.type == "cuda"
+
+
+def refuse_what_cannot_run(
+    config: FitConfig,
+    reader: CacheReader,
+    drafter: DrafterConfig,
+    device: torch.device,
+    *,
+    captured: bool,
+) -> None:
+    if config.anchors != "auto":
+        config.microbatch(device.type)
+    refuse_attention(config.attention, device, drafter, dtype=dtype_of(config), compiled=captured)
+    refuse_long_documents(reader, token_budget=config.token_budget)
+    refuse_missing_teacher(config, reader)
+
+
+def make_parts(
+    config: FitConfig,
+    reader: CacheReader,
+    drafter_config: DrafterConfig,
+    training: list[int],
+    device: torch.device,
+    *,
+    captured: bool,
+) -> Parts:
+    dtype = dtype_of(config)
+    drafter = new_drafter(drafter_config, seed=config.seed, device=device)
+    plain = Pieces(sight=sight_maker(config.attention, device))
+    return Parts(
+        reader=reader,
+        training=training,
+        drafter=drafter,
+        frozen=load_frozen(reader, dtype=dtype, device=device),
+        optimizer=FlatAdamW(drafter, adamw_config(config), dtype=dtype),
+        pieces=compiled(plain) if captured else plain,
+        device=device,
+    )
+
+
+def for_measuring(config: FitConfig, device: torch.device) -> tuple[Pieces, int]:
+    """Pieces that are not compiled, and how many anchors go through them at once.
+
+    Outside the compiler flex attention makes the scores of all pairs and heads.  In its place
+    comes a dense mask, which only says of all pairs who sees whom, and of fewer blocks.
+    """
+    group = config.microbatch(device.type)
+    if config.attention == "flex":
+        return Pieces(sight=DenseSight.of), min(group, MICROBATCH["cpu"])
+    return Pieces(sight=sight_maker(config.attention, device)), group
+
+
+def steps_of(config: FitConfig, source: PackSource) -> int:
+    """Updates of the whole run; packs that are too few for one more are left out."""
+    packs = source.steps(config.epochs)
+    if packs < config.packs_per_step:
+        raise FitError(
+            f"--packs-per-step {config.packs_per_step}: all epochs together have only {packs} "
+            "packed batches; lower it, or raise --epochs"
+        )
+    steps = packs // config.packs_per_step
+    return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
 def refuse_missing_teacher(config: FitConfig, reader: CacheReader) -> None:

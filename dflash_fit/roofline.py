@@ -55,15 +55,23 @@ class Reading:
     def words(self) -> str:
         needed, delivered = _rate(self.gb_per_s_needed), _rate(self.gb_per_s_delivered or 0.0)
         return {
-            "step": f"reader {needed} of {delivered} GB/s: the step limits"
-            if self.gb_per_s_delivered is not None
-            else f"the step takes {needed} GB/s, already read: the step limits",
+            "step": self._words_of_step(needed, delivered),
             "reader": f"disk delivers {delivered} GB/s, the step could take {needed}: the reader "
             f"limits (waiting {self.waiting:.0%}); try --passes-per-pack, more --anchors, or an "
             "8-bit encoding",
             "handover": f"waiting {self.waiting:.0%} though the reader is busy only "
             f"{self.reader_busy:.0%}: the host or the copy to the device limits",
         }[self.limit]
+
+    def _words_of_step(self, needed: str, delivered: str) -> str:
+        if self.gb_per_s_delivered is None:
+            return f"the step takes {needed} GB/s, already read: the step limits"
+        if self.gb_per_s_delivered < self.gb_per_s_needed:
+            return (
+                f"the step takes {needed} GB/s of packs read ahead, the reader gives {delivered}: "
+                "the step limits until they are used up"
+            )
+        return f"reader {needed} of {delivered} GB/s: the step limits"
 
 
 def read_gauge(counts: Counts, *, seconds: float) -> Reading:

@@ -6,28 +6,14 @@ Not named `test_`, so that nobody collects it without the interpreter.
 
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from dflash_fit import block_kernel
+from dflash_fit import block_attention
 from dflash_fit.attention import Blocks, DenseSight, Visibility
-from dflash_fit.block_kernel import BlockSight, Tile, Tiles
-
-
-def add_to_descriptor(builder, kind, desc, value, offsets):
-    """What the interpreter has not got.  It runs one program after the other."""
-    pointers, mask = desc.materialize_pointers(offsets)
-    zeros = TensorHandle(np.zeros_like(value.data), value.dtype)
-    before = builder.create_masked_load(pointers, mask, zeros, None, False)
-    after = TensorHandle(before.data + value.data, value.dtype)
-    return builder.create_masked_store(pointers, after, mask, None)
-
-
-InterpreterBuilder.create_descriptor_reduce = add_to_descriptor
+from dflash_fit.block_attention import BlockSight, Tile, Tiles
 
 FULL = Visibility(window=None, causal=False)
 NAMES = ("out", "query", "context key", "context value", "own key", "own value")
@@ -96,7 +82,7 @@ def tilings(draw):
         for _ in range(3)
     ]
     forward, query, context = tiles
-    return Tiles(forward=forward, query=query, context=context, fused=draw(st.booleans()))
+    return Tiles(forward=forward, query=query, context=context)
 
 
 def tensors(case, *, seed=0):
@@ -138,17 +124,16 @@ def check(case):
 @given(cases(), tilings())
 def test_out_and_gradients_are_those_of_the_dense_way(case, tiles):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_kernel, "EXACT_TILES", tiles)
+        patch.setattr(block_attention, "EXACT_TILES", tiles)
         check(case)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["two", "fused"])
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize("causal", [False, True])
-def test_long_intervals_have_a_middle_without_a_mask(window, causal, fused, monkeypatch):
+def test_long_intervals_have_a_middle_without_a_mask(window, causal, monkeypatch):
     tile = Tile(rows=32, keys=16, warps=4, stages=1)
-    tiles = Tiles(forward=tile, query=tile, context=tile, fused=fused)
-    monkeypatch.setattr(block_kernel, "EXACT_TILES", tiles)
+    tiles = Tiles(forward=tile, query=tile, context=tile)
+    monkeypatch.setattr(block_attention, "EXACT_TILES", tiles)
     anchors = [(0, p) for p in (0, 1, 2, 60, 100, 101, 102, 103)] + [(1, p) for p in range(40, 60)]
     check(
         Case(
@@ -158,6 +143,23 @@ def test_long_intervals_have_a_middle_without_a_mask(window, causal, fused, monk
             invalid=1,
             block_size=4,
             group=2,
+        )
+    )
+
+
+@pytest.mark.parametrize(("block_size", "group"), [(32, 8), (20, 5)])
+def test_a_block_may_have_more_rows_than_a_tile_was_asked_for(block_size, group):
+    anchors = [(0, 5), (0, 37), (1, 0), (1, 9)]
+    look = Visibility(window=30, causal=True)
+    check(
+        Case(
+            lengths=[40, 10],
+            anchors=anchors,
+            look=look,
+            invalid=1,
+            block_size=block_size,
+            group=group,
+            kv_heads=2,
         )
     )
 
@@ -191,6 +193,20 @@ def test_memory_of_another_order_gives_the_same():
     found = sight.attend(turned[0], tuple(turned[1:3]), tuple(turned[3:]))
     torch.testing.assert_close(found, expected)
     assert found.stride() == expected.stride()
+
+
+def test_memory_that_begins_anywhere_gives_the_same():
+    case = Case(lengths=[30], anchors=[(0, 3), (0, 20)], group=2, kv_heads=2)
+    query, *keys_values = tensors(case)
+    sight = BlockSight.of(case.blocks, case.look)
+    expected = sight.attend(query, tuple(keys_values[:2]), tuple(keys_values[2:]))
+    moved = []
+    for tensor in (query, *keys_values):
+        memory = torch.empty(tensor.numel() + 1)[1:]  # not at a multiple of 16 bytes
+        rows = tensor.transpose(0, 1)
+        moved.append(memory.view(rows.shape).copy_(rows.detach()).transpose(0, 1))
+    found = sight.attend(moved[0], tuple(moved[1:3]), tuple(moved[3:]))
+    torch.testing.assert_close(found, expected)
 
 
 def arguments(case):

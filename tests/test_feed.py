@@ -1,6 +1,7 @@
 """The feed: the batches of the naive loop, in order, from threads that end with it."""
 
 import random
+import signal
 import sys
 import threading
 import time
@@ -340,6 +341,44 @@ def test_a_busy_caller_lets_the_readers_in_and_is_left_as_it_was(tiny_cache):
         assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
         break
     assert sys.getswitchinterval() == before
+
+
+def test_feeds_that_overlap_leave_the_interpreter_as_it_was(tiny_cache):
+    before = sys.getswitchinterval()
+    one, other = (iter(cpu_feed(tiny_source(tiny_cache), START, 4)) for _ in range(2))
+    next(one), next(other)
+    one.close()
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+    other.close()
+    assert sys.getswitchinterval() == before
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_a_feed_is_iterated_once(tiny_cache, device_feed, kind):
+    feed = (cpu_feed if kind == "host" else device_feed)(tiny_source(tiny_cache), START, 2)
+    assert len(list(feed)) == 2
+    with pytest.raises(AssertionError, match="iterated once"):
+        list(feed)
+
+
+def test_an_interrupt_while_waiting_for_a_pack_ends_the_threads(tiny_cache, device_feed):
+    class Slow(PackSource):
+        def fill(self, batch, position):
+            time.sleep(0.3)
+            return super().fill(batch, position)
+
+    plain = tiny_source(tiny_cache)
+    source = Slow(
+        plain.reader, plain.documents, layer_ids=plain.layer_ids, shape=plain.shape, seed=3
+    )
+    before = sys.getswitchinterval()
+    for make in (cpu_feed, device_feed):
+        timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(make(source, START, 8)))
+        assert own_threads() == []
+        assert sys.getswitchinterval() == before
 
 
 def test_no_steps_are_no_batches(tiny_cache, device_feed):

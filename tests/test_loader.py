@@ -1,5 +1,6 @@
 """Packs as batches: what a slot holds, and a position that is a value."""
 
+import ctypes
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from dflash_cache.reader import CacheReader
 from dflash_fit.anchors import candidates, draw
 from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.loader import PackSource, Position, fill_documents
+from dflash_fit.pinned import host_tensor
 
 ANCHORS = 12
 
@@ -44,6 +46,34 @@ def content(batch: Batch) -> list[np.ndarray]:
 
 def same(mine: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+class HostCalls:
+    """Stands for CUDA; memory has to be there for as long as it is registered."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address, size, flags):
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        assert ctypes.string_at(address, 1) == b"\0"  # a segmentation fault if it is gone
+        del self.registered[address]
+
+
+def test_pinned_memory_is_registered_until_its_last_view_is_gone(monkeypatch):
+    calls = HostCalls()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
+    tensor = host_tensor((5, 3000), torch.float32, pinned=True)
+    assert list(calls.registered) == [tensor.data_ptr()]
+    assert calls.registered[tensor.data_ptr()] >= 4 * 5 * 3000
+    view = tensor[2:]
+    del tensor
+    assert calls.registered
+    del view
+    assert not calls.registered
 
 
 def positions_from(source: PackSource, position: Position, steps: int) -> list[Position]:

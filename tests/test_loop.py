@@ -213,8 +213,42 @@ def test_a_finished_run_says_so_and_changes_nothing(ten_steps, tiny_cache):
     assert (ten_steps / "metrics.jsonl").read_text() == text
 
 
+def forget(path, *names):
+    values = json.loads(path.read_text())
+    assert set(names) <= set(values)
+    path.write_text(json.dumps({k: v for k, v in values.items() if k not in names}))
+
+
+def test_a_run_from_before_there_were_passes_and_objectives_goes_on(
+    tiny_cache, tmp_path, ten_steps
+):
+    config = tiny_fit(tiny_cache, tmp_path / "run")
+    loop.fit(config, stop=lambda step: step == 4)
+    forget(config.out / "config.json", *checkpoint.BEFORE, "step", "attention")
+    forget(checkpoint.checkpoints(config.out)[-1] / "state.json", "turn")
+    assert loop.fit(config)["finished"]
+    assert losses(config.out) == losses(ten_steps)
+
+
+def test_a_run_from_before_there_were_passes_is_not_given_any(tiny_cache, tmp_path):
+    config = tiny_fit(tiny_cache, tmp_path / "run", max_steps=1)
+    loop.fit(config)
+    forget(config.out / "config.json", *checkpoint.BEFORE)
+    with pytest.raises(RunFolderError, match="begun with passes_per_pack = 1, now it is 2"):
+        loop.fit(replace(config, passes_per_pack=2))
+
+
 @pytest.mark.parametrize(
-    ("change", "field"), [({"lr": 1.0}, "lr"), ({"seed": 3}, "seed"), ({"anchors": 8}, "anchors")]
+    ("change", "field"),
+    [
+        ({"lr": 1.0}, "lr"),
+        ({"seed": 3}, "seed"),
+        ({"anchors": 8}, "anchors"),
+        ({"passes_per_pack": 2}, "passes_per_pack"),
+        ({"packs_per_step": 2}, "packs_per_step"),
+        ({"slot_weights": "dpace"}, "slot_weights"),
+        ({"schedule": "wsd"}, "schedule"),
+    ],
 )
 def test_other_options_are_refused_in_a_run_folder(ten_steps, tiny_cache, change, field):
     with pytest.raises(RunFolderError, match=f"begun with {field} ="):
@@ -224,7 +258,9 @@ def test_other_options_are_refused_in_a_run_folder(ten_steps, tiny_cache, change
 def test_options_that_change_only_speed_may_change(tiny_cache, tmp_path):
     config = tiny_fit(tiny_cache, tmp_path / "run", max_steps=2)
     loop.fit(config, stop=lambda step: step == 1)
-    assert loop.fit(replace(config, loss_chunk=7, log_every=5, keep_last=1))["finished"]
+    others = {"anchor_microbatch": 16, "step": "eager", "attention": "dense", "device": "cpu:0"}
+    changed = replace(config, loss_chunk=7, log_every=5, keep_last=1, **others)
+    assert loop.fit(changed)["finished"]
 
 
 def test_another_cache_is_refused_in_a_run_folder(ten_steps, tiny_target, tmp_path):
@@ -234,11 +270,23 @@ def test_another_cache_is_refused_in_a_run_folder(ten_steps, tiny_target, tmp_pa
         loop.fit(tiny_fit(tmp_path / "other", ten_steps))
 
 
-def test_a_folder_that_is_something_else_is_left_alone(tiny_cache, tmp_path):
-    (tmp_path / "thesis.tex").write_text("mine")
+@pytest.mark.parametrize("anchors", [16, "auto"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("thesis.tex", "mine"),
+        ("config.json", '{"architectures": ["DFlashDraftModel"]}'),
+        ("config.json", "[1]"),
+    ],
+)
+def test_a_folder_that_is_something_else_is_left_alone_before_any_work(
+    tiny_cache, tmp_path, monkeypatch, anchors, name, text
+):
+    (tmp_path / name).write_text(text)
+    monkeypatch.setattr(loop, "prepare", None)  # no drafter is made, no anchors are measured
     with pytest.raises(RunFolderError, match="not a run folder"):
-        loop.fit(tiny_fit(tiny_cache, tmp_path))
-    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+        loop.fit(tiny_fit(tiny_cache, tmp_path, anchors=anchors))
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, text)]
 
 
 def test_a_document_longer_than_the_budget_is_refused_by_name(tiny_cache, tmp_path):

@@ -241,6 +241,21 @@ def test_wsd_stays_at_the_peak_and_falls_in_its_last_share():
     assert found[75:] == pytest.approx([2 - 2 * i / 25 for i in range(25)])
 
 
+def test_wsd_without_a_cooldown_stays_at_the_peak():
+    assert rates(10, 0.2, "wsd", cooldown=0.0, floor=0.5)[1:] == [2.0] * 9
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_floor_as_high_as_the_peak_is_a_constant_rate(kind):
+    assert rates(10, 0.1, kind, floor=1.0) == [2.0] * 10
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_shortest_runs_have_rates(kind, steps):
+    assert all(0 < rate <= 2.0 for rate in rates(steps, 0.04, kind))
+
+
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_every_schedule_ends_at_its_floor(kind):
     schedule = Schedule(kind=kind, steps=100, peak=2.0, warmup=0.1, floor=0.1)

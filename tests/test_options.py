@@ -11,7 +11,8 @@ from dflash_cache.config import BuildConfig
 from dflash_cache.errors import ConfigError
 from dflash_cli.main import main
 from dflash_cli.options import described, flag, make_config
-from dflash_fit.config import SPEED_ONLY, EvalConfig, ExportConfig, FitConfig
+from dflash_fit.config import CHOICES, SPEED_ONLY, EvalConfig, ExportConfig, FitConfig
+from dflash_fit.loss import DIVERGENCES, SLOT_WEIGHTS
 
 COMMANDS = {
     ("cache", "build"): BuildConfig,
@@ -93,6 +94,9 @@ def test_what_is_typed_wins_over_the_file_and_the_file_over_the_default(tmp_path
         ("num_layers = [1]", r"found \[1\], want int"),
         ("out = 5", "found 5, want str"),
         ("precision = 16", "found 16, want str"),
+        ("anchors = 'many'", "want a whole number, or auto"),
+        ("anchors = 1.5", "found 1.5, want int or str"),
+        ("anchors = true", "found True, want int or str"),
     ],
 )
 def test_a_wrong_config_file_is_refused_with_its_name(tmp_path, text, message):
@@ -102,6 +106,22 @@ def test_a_wrong_config_file_is_refused_with_its_name(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         make_config(FitConfig, {**typed, "config_file": file})
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("'auto'", "auto"), ("16", 16), ("'16'", 16)])
+def test_anchors_are_a_number_or_auto_in_a_file_and_typed(tmp_path, text, wanted):
+    file = tmp_path / "fit.toml"
+    file.write_text(f"cache = 'a'\nout = 'b'\nanchors = {text}\n")
+    typed = dict.fromkeys((field.name for field in fields(FitConfig)), None)
+    assert make_config(FitConfig, {**typed, "config_file": file}).anchors == wanted
+    option = next(o for o in find(("fit",)).params if o.name == "anchors")
+    assert option.type.convert(text.strip("'"), None, None) == wanted
+
+
+def test_words_that_an_option_may_be_are_those_of_the_code_behind_it():
+    assert CHOICES["loss"] == DIVERGENCES
+    assert CHOICES["slot_weights"] == SLOT_WEIGHTS
+    assert set(CHOICES) <= {field.name for field in fields(FitConfig)}
 
 
 def test_a_missing_config_file_is_one_message():
@@ -135,6 +155,13 @@ def test_speed_only_options_exist():
         ({"lr": 0.0}, "--lr 0.0"),
         ({"lr": float("nan")}, "--lr nan"),
         ({"gamma": -1.0}, "--gamma -1.0"),
+        ({"lr": float("inf")}, "--lr inf"),
+        ({"beta1": -0.1}, "--beta1 -0.1"),
+        ({"beta2": 1.0}, "--beta2 1.0"),
+        ({"weight_decay": float("nan")}, "--weight-decay nan"),
+        ({"seed": -1}, "--seed -1"),
+        ({"packs_per_step": 0}, "--packs-per-step 0"),
+        ({"cooldown": 1.5}, "--cooldown 1.5"),
         ({"max_steps": -1}, "--max-steps -1"),
         ({"epochs": 0}, "--epochs 0"),
         ({"anchors": 100, "anchor_microbatch": 64}, "--anchors 100"),

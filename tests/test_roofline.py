@@ -68,6 +68,32 @@ def test_words_say_who_limits_and_what_to_do():
     )
 
 
+def test_a_step_that_lives_on_what_was_read_ahead_is_not_said_to_have_a_quicker_reader():
+    assert reading(gb_per_s_needed=1.5, gb_per_s_delivered=1.0, reader_busy=1.0).words == (
+        "the step takes 1.50 GB/s of packs read ahead, the reader gives 1.00: the step limits "
+        "until they are used up"
+    )
+
+
+@given(
+    seconds=st.floats(1e-3, 100),
+    idle=st.floats(0, 100),
+    delivered=st.integers(0, 10**12),
+    read=st.integers(0, 10**12),
+    read_seconds=st.floats(0, 100),
+)
+def test_words_agree_with_their_numbers(seconds, idle, delivered, read, read_seconds):
+    counts = Counts(idle=idle, delivered=delivered, read=read, read_seconds=read_seconds)
+    found = read_gauge(counts, seconds=seconds)
+    assert f"the {found.limit} limits" in found.words or found.limit == "handover"
+    assert found.words.startswith("waiting") == (found.limit == "handover")
+    if found.words.startswith("reader"):
+        assert found.gb_per_s_needed <= found.gb_per_s_delivered
+    if "disk delivers" in found.words:
+        assert found.reader_busy >= 0.5
+        assert found.gb_per_s_delivered is not None
+
+
 def test_small_rates_keep_two_digits():
     assert (
         "reader 0.00012 of 0.0034 GB/s"

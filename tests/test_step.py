@@ -138,6 +138,65 @@ def test_loss_and_gradients_of_a_pack_equal_plain_pytorch():
     assert_same(outcome(setup.batch()), wanted)
 
 
+def with_final(setup):
+    """The documents with one more plane: what the target's head reads."""
+    generator = torch.Generator().manual_seed(8)
+    planes = [
+        torch.randn(d.states[:1].shape, generator=generator).bfloat16().float()
+        for d in setup.documents
+    ]
+    return [
+        replace(d, states=torch.cat([d.states, plane]))
+        for d, plane in zip(setup.documents, planes, strict=True)
+    ]
+
+
+def final_batch(setup):
+    return Batch(**pack(with_final(setup), ANCHORS, token_budget=80, slots=8))
+
+
+def slow_objective(setup, model, divergence, slot_weights):
+    """Loss block by block and slot by slot; the target reads token a + k from state a + k - 1."""
+    total, normaliser = torch.zeros(()), 0.0
+    finals = [document.states[-1] for document in with_final(setup)]
+    head, embedding = setup.tensors["head"], setup.tensors["embedding"]
+    for number, anchor in ANCHORS:
+        document = setup.documents[number]
+        logits = document.block(model, anchor, embedding) @ head.T
+        slots = [
+            k
+            for k in range(1, SETTINGS["block_size"])
+            if anchor + k < len(document.ids) and document.mask[anchor + k]
+        ]
+        said = [logits[k].log_softmax(dim=-1) for k in slots]
+        crosses = [-row[document.ids[anchor + k]] for k, row in zip(slots, said, strict=True)]
+        losses = crosses
+        if divergence == "kl":
+            wanted = [(finals[number][anchor + k - 1] @ head.T).log_softmax(dim=-1) for k in slots]
+            losses = [(w.exp() * (w - s)).sum() for w, s in zip(wanted, said, strict=True)]
+        weights = [math.exp(-(k - 1) / GAMMA) for k in slots]
+        if slot_weights == "dpace":
+            passed = [0.5 * math.exp(-float(c.detach())) + 0.5 for c in crosses]
+            reached = [math.prod(passed[: j + 1]) for j in range(len(passed))]
+            weights = [sum(reached[j:]) for j in range(len(reached))]
+        total = total + sum(w * loss for w, loss in zip(weights, losses, strict=True))
+        normaliser += bool(slots) if slot_weights == "dpace" else sum(weights)
+    return total / normaliser
+
+
+@pytest.mark.parametrize("divergence", ["ce", "kl"])
+@pytest.mark.parametrize("slot_weights", ["decay", "dpace"])
+def test_every_objective_equals_plain_pytorch_slot_by_slot(divergence, slot_weights):
+    setup, model = Setup(), Setup().reference()
+    loss = slow_objective(setup, model, divergence, slot_weights)
+    loss.backward()
+    wanted = {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+    objective = Objective(divergence=divergence, slot_weights=slot_weights, gamma=GAMMA)
+    batch = final_batch(setup)
+    assert_same(outcome(batch, objective=objective), wanted)
+    assert_same(outcome(batch, objective=objective, anchor_microbatch=2, loss_chunk=1), wanted)
+
+
 def test_three_steps_equal_three_steps_of_plain_pytorch():
     setup, model = Setup(), Setup().reference()
     eager = eager_step(setup, setup.batch())
@@ -221,15 +280,20 @@ def test_what_stands_in_the_padding_does_not_matter():
     assert_same(outcome(other), outcome(batch))
 
 
+@pytest.mark.parametrize("divergence", ["ce", "kl"])
 @pytest.mark.parametrize("encoding", ["fp8", "int8", "lossless"])
-def test_a_batch_in_an_encoding_gives_the_loss_of_the_states_that_it_stands_for(encoding):
-    batch = Setup().batch()
+def test_a_batch_in_an_encoding_gives_the_loss_of_the_states_that_it_stands_for(
+    encoding, divergence
+):
+    batch = final_batch(Setup())
+    objective = Objective(divergence=divergence, slot_weights="decay", gamma=GAMMA)
     layers, _, hidden = batch.hidden.shape
     channels = torch.linspace(0.5, 2, layers * hidden).view(layers, 1, hidden)
     parts = encode(encoding, batch.hidden, channels)
     kept = channels[:, 0] if encoding == "int8" else channels[:, 0, :0]
-    found = outcome(replace(batch, **parts, channels=kept))
-    wanted = outcome(replace(batch, hidden=decode(encoding, parts, channels)))
+    found = outcome(replace(batch, **parts, channels=kept), objective=objective)
+    plain = replace(batch, hidden=decode(encoding, parts, channels))
+    wanted = outcome(plain, objective=objective)
     for name in wanted:
         assert torch.equal(found[name], wanted[name])
 
