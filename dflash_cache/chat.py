@@ -1,51 +1,96 @@
 """Turn one conversation into tokens and a loss mask, by the tokenizer's own chat template.
 
-The loss mask is True on tokens that the assistant wrote, end-of-turn token included.  A template
-with generation tags marks them itself.  Any other is rendered turn by turn, and every rendering
-must be a true prefix of the whole: then the text before the turn is exactly what a server sends.
+The loss mask is True on tokens that the assistant wrote, end-of-turn token included, and not on
+what a server sends before its first token.  A template with generation tags says itself which
+they are; for any other `spans` finds them, or says why it cannot.
 """
 
 import re
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+from dflash_cache.marks import Span
+from dflash_cache.messages import (
+    Message,
+    SkipRow,
+    says_something,
+    thinks,
+    tidy,
+    with_system,
+    without_thoughts,
+)
+from dflash_cache.spans import TEMPLATE_ERRORS, Template, answer_spans, sent_before
 
-# Templates raise for roles or orders that they do not know, each in its own way.
-TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError, ValueError, ArithmeticError)
+__all__ = [
+    "ChatOptions",
+    "Message",
+    "SkipRow",
+    "TokensAndMask",
+    "encode_chat",
+    "encode_prompt",
+    "encode_text",
+]
 
-Message = dict[str, Any]
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+ENABLE_THINKING = {"as-is": None, "on": True, "off": False}
+
 TokensAndMask = tuple[np.ndarray, np.ndarray]
 
 
-class SkipRow(Exception):
-    """This row cannot be used; the reason is what gets counted and shown."""
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """How conversations are changed before they are rendered, and what of them is supervised."""
+
+    system: str | None = None  # put before chats that bring no system message
+    thinking: str = "as-is"  # as-is, on (chats without thoughts are skipped), off (none rendered)
+    last_turn_only: bool = False
+
+
+AS_IS = ChatOptions()
 
 
 def encode_chat(
-    tokenizer: Any, messages: list[Message], *, tools: list[Any] | None = None
+    tokenizer: Any,
+    messages: list[Message],
+    *,
+    tools: list[Any] | None = None,
+    options: ChatOptions = AS_IS,
 ) -> TokensAndMask:
     """Token ids int32 [t] and loss mask bool [t] of a conversation."""
-    if not any(m["role"] == "assistant" and _says_something(m) for m in messages):
+    chat = _prepared(messages, options)
+    turns = [i for i, m in enumerate(chat) if m["role"] == "assistant" and says_something(m)]
+    if not turns:
         raise SkipRow("no assistant text")
+    if options.thinking == "on" and not thinks(chat[turns[-1]]):
+        raise SkipRow("no thoughts in the last answer")
+    turns = turns[-1:] if options.last_turn_only else turns
+    template = _template(tokenizer, options, tools=tools)
     try:
-        if GENERATION_TAG.search(tokenizer.get_chat_template(tools=tools)):
-            return _encode_tagged(tokenizer, messages, tools)
-        return _encode_by_prefixes(tokenizer, messages, tools)
+        whole = template.render(chat)
+        if options.system and options.system.strip() not in whole and chat[0] != messages[0]:
+            raise SkipRow("the chat template leaves out the system message")
+        if GENERATION_TAG.search(template.source):
+            return _encode_tagged(template, chat, turns, options)
+        return _tokenise(tokenizer, whole, answer_spans(template, chat, turns, whole=whole))
     except TEMPLATE_ERRORS as error:
-        raise SkipRow(f"refused by the chat template ({type(error).__name__})") from error
+        raise _refusal(template, chat, error) from error
 
 
-def encode_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
+def encode_prompt(
+    tokenizer: Any, messages: list[Message], *, options: ChatOptions = AS_IS
+) -> list[int]:
     """Token ids of what a server sends for these messages: rendered up to the answer."""
     if tokenizer.chat_template is None:
         raise SkipRow("the tokenizer has no chat template")
+    chat = _prepared(messages, options)
+    template = _template(tokenizer, options)
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = template.render(chat, prompt=True)
     except TEMPLATE_ERRORS as error:
-        raise SkipRow(f"refused by the chat template ({type(error).__name__})") from error
+        raise _refusal(template, chat, error) from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -58,59 +103,70 @@ def encode_text(tokenizer: Any, text: str) -> TokensAndMask:
     return ids, np.ones(len(ids), dtype=bool)
 
 
-def _says_something(message: Message) -> bool:
-    content = message.get("content")
-    text = content.strip() if isinstance(content, str) else content
-    return bool(text or message.get("tool_calls") or message.get("reasoning_content"))
+def _prepared(messages: list[Message], options: ChatOptions) -> list[Message]:
+    chat = tidy(with_system(messages, options.system))
+    return without_thoughts(chat) if options.thinking == "off" else chat
 
 
-def _encode_tagged(tokenizer: Any, messages: list[Message], tools: Any) -> TokensAndMask:
-    encoded = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+def _template(tokenizer: Any, options: ChatOptions, *, tools: list[Any] | None = None) -> Template:
+    return Template(tokenizer=tokenizer, tools=tools, thinking=ENABLE_THINKING[options.thinking])
+
+
+def _refusal(template: Template, chat: list[Message], error: Exception) -> SkipRow:
+    """The reason for which a template refused a chat: most that do know no system message."""
+    if chat and chat[0]["role"] == "system":
+        with suppress(*TEMPLATE_ERRORS):
+            template.render(chat[1:])
+            return SkipRow("the chat template takes no system message")
+    return SkipRow(f"refused by the chat template ({type(error).__name__})")
+
+
+def _encode_tagged(
+    template: Template, chat: list[Message], turns: list[int], options: ChatOptions
+) -> TokensAndMask:
+    """The mask that generation tags give, less prompts, and with an end token right behind."""
+    encoded = template.tokenizer.apply_chat_template(
+        chat,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+        **template.options(),
     )
-    ids = np.asarray(encoded["input_ids"], dtype=np.int32)
+    ids, offsets = _arrays(encoded)
     mask = np.asarray(encoded["assistant_masks"], dtype=bool)
+    whole = template.render(chat)
+    for turn in turns:
+        sent = sent_before(template, chat, turn, whole=whole)
+        if sent is None and options.last_turn_only:
+            raise SkipRow("the chat template prompts otherwise than it renders")
+        start = int(np.searchsorted(offsets[:, 0], sent or 0))
+        mask[_run_before(mask, start) : start] = False
+        if options.last_turn_only:
+            mask[:start] = False
+        elif sent and turn == turns[0] and mask[:start].any():
+            raise SkipRow("the chat template's generation tags mark the prompt")
+    mask[1:] |= mask[:-1] & (ids[1:] == template.tokenizer.eos_token_id)
     if not mask.any():
         raise SkipRow("the chat template's generation tags mark nothing")
     return ids, mask
 
 
-def _encode_by_prefixes(tokenizer: Any, messages: list[Message], tools: Any) -> TokensAndMask:
-    if messages[0]["role"] == "assistant":
-        raise SkipRow("starts with an assistant turn, which no prompt can ask for")
-
-    def render(part: list[Message], *, prompt: bool = False) -> str:
-        text = tokenizer.apply_chat_template(
-            part, tools=tools, tokenize=False, add_generation_prompt=prompt
-        )
-        return str(text)
-
-    whole = render(messages)
-    spans: list[tuple[int, int]] = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = render(messages[:index], prompt=True)
-        after = render(messages[: index + 1])
-        if not (whole.startswith(after) and after.startswith(before)):
-            raise SkipRow("the chat template rewrites earlier turns")
-        spans.append((len(before), _end_of_turn(tokenizer, after)))
-    return _tokenise(tokenizer, whole, spans)
+def _run_before(mask: np.ndarray, stop: int) -> int:
+    """Where the run of marked tokens begins that goes on up to `stop`."""
+    unmarked = np.flatnonzero(~mask[:stop])
+    return int(unmarked[-1]) + 1 if len(unmarked) else 0
 
 
-def _end_of_turn(tokenizer: Any, text: str) -> int:
-    """Where the assistant stops writing: white space behind its end token is the template's."""
-    bare = text.rstrip()
-    ends_specially = any(bare.endswith(token) for token in tokenizer.all_special_tokens)
-    return len(bare) if ends_specially else len(text)
-
-
-def _tokenise(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> TokensAndMask:
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = np.asarray(encoded["input_ids"], dtype=np.int32)
-    offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+def _tokenise(tokenizer: Any, text: str, spans: list[Span]) -> TokensAndMask:
+    ids, offsets = _arrays(tokenizer(text, add_special_tokens=False, return_offsets_mapping=True))
     mask = np.zeros(len(ids), dtype=bool)
     for start, end in spans:
         # A token that straddles the start of a turn is part prompt: nobody generates it.
         mask |= (offsets[:, 0] >= start) & (offsets[:, 1] <= end) & (offsets[:, 1] > offsets[:, 0])
     return ids, mask
+
+
+def _arrays(encoded: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [t], and the start and end [t, 2] of each token in the text."""
+    offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    return np.asarray(encoded["input_ids"], dtype=np.int32), offsets

@@ -5,7 +5,7 @@ import pytest
 from conftest import CHATML, chat_rows, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dflash_cache.chat import SkipRow, encode_chat, encode_text
+from dflash_cache.chat import ChatOptions, SkipRow, encode_chat, encode_prompt, encode_text
 
 TAGGED = (
     "{% for message in messages %}"
@@ -175,12 +175,36 @@ def test_a_token_that_is_half_prompt_is_not_supervised():
     assert supervised_texts(tokenizer, ids, mask) == [" sat on<|im_end|>"]
 
 
-def test_a_template_that_forgets_earlier_thoughts_is_skipped_where_it_does():
+def test_an_answer_whose_thought_the_template_forgets_is_context():
     tokenizer = make_tokenizer(template=FORGETS_THOUGHTS)
     thoughtful = say("assistant", "a cat</think>a mat")
     chat = [say("user", "the"), thoughtful, say("user", "dogs"), say("assistant", "run")]
-    with pytest.raises(SkipRow, match="rewrites earlier turns"):
-        encode_chat(tokenizer, chat)
+    ids, mask = encode_chat(tokenizer, chat)
+    assert supervised_texts(tokenizer, ids, mask) == ["run<|im_end|>"]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(chat, tokenize=False)
+
+
+def test_a_template_that_always_forgets_thoughts_is_a_reason_to_skip():
+    forgets = FORGETS_THOUGHTS.replace("loop.last", "false")
+    chat = [say("user", "the"), say("assistant", "a cat</think>a mat")]
+    with pytest.raises(SkipRow, match="leaves out what the assistant wrote"):
+        encode_chat(make_tokenizer(template=forgets), chat)
+
+
+def test_an_answer_before_which_a_server_sends_something_else_is_context():
+    # As some do: the system message goes into the newest question.
+    tokenizer = make_tokenizer(
+        template="{% set rules = messages[0].content %}{% for m in messages[1:] %}"
+        "{% set newest = m.role == 'user' and m is sameas (messages | selectattr('role', "
+        "'equalto', 'user') | list | last) %}"
+        "{{ '<|im_start|>' + m.role + '\n' + (rules + ' ' if newest else '') + m.content }}"
+        "{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    chat = [message for message in LONG_CHAT if message["role"] != "tool"]
+    ids, mask = encode_chat(tokenizer, chat)
+    assert tokenizer.decode(ids).count("you run far") == 1
+    assert supervised_texts(tokenizer, ids, mask) == ["four\n\n dogs run<|im_end|>"]
 
 
 def test_a_template_that_forgets_earlier_thoughts_serves_a_chat_of_one_answer():
@@ -192,7 +216,7 @@ def test_a_template_that_forgets_earlier_thoughts_serves_a_chat_of_one_answer():
 def test_a_template_that_prompts_otherwise_than_it_renders_is_skipped():
     # Some add "<think>" to the generation prompt and not to the finished turn.
     tokenizer = make_tokenizer(template=CHATML.replace("assistant\n", "assistant\n<think>"))
-    with pytest.raises(SkipRow, match="rewrites earlier turns"):
+    with pytest.raises(SkipRow, match="prompts otherwise than it renders"):
         encode_chat(tokenizer, [say("user", "the"), say("assistant", "cat")])
 
 
@@ -225,15 +249,184 @@ def test_a_chat_without_assistant_text_is_skipped(tokenizer, chat):
         encode_chat(tokenizer, chat)
 
 
-def test_a_chat_that_starts_with_the_assistant_is_skipped_and_says_so(tokenizer):
-    with pytest.raises(SkipRow, match="starts with an assistant turn"):
-        encode_chat(tokenizer, [say("assistant", "the"), *LONG_CHAT])
+def test_a_greeting_is_supervised_from_its_first_word(tokenizer):
+    ids, mask = encode_chat(tokenizer, [say("assistant", "the far"), *LONG_CHAT[1:3]])
+    assert supervised_texts(tokenizer, ids, mask) == ["the far<|im_end|>", "on a mat<|im_end|>"]
 
 
-def test_content_that_the_template_cannot_join_is_a_reason_to_skip(tokenizer):
-    chat = [say("user", [{"type": "text", "text": "the"}]), say("assistant", "cat")]
-    with pytest.raises(SkipRow, match="refused by the chat template"):
-        encode_chat(tokenizer, chat)
+def test_texts_that_the_template_or_the_user_also_writes_are_not_mistaken(tokenizer):
+    words = ["m", "assistant", "<|im_end|>", "mark0of0end", "a", "im_end"]
+    chat = [say(role, word) for word in words for role in ("user", "assistant")]
+    ids, mask = encode_chat(tokenizer, chat)
+    assert [run.removesuffix("<|im_end|>") for run in supervised_texts(tokenizer, ids, mask)] == [
+        word if word != "<|im_end|>" else "<|im_end|>" for word in words
+    ]
+
+
+@pytest.mark.parametrize("spoils", ["upper", "replace('a', 'b')", "truncate(2, true, '', 0)"])
+def test_a_template_that_rewrites_answers_is_a_reason_to_skip(spoils):
+    content = "message['content'] +"
+    tokenizer = make_tokenizer(
+        template=CHATML.replace(content, f"(message['content'] | {spoils}) +")
+    )
+    with pytest.raises(SkipRow, match="rewrites what the assistant wrote"):
+        encode_chat(tokenizer, [say("user", "the"), say("assistant", "cat sat on a mat")])
+
+
+def test_a_template_that_says_an_answer_twice_is_a_reason_to_skip():
+    content = "message['content'] +"
+    tokenizer = make_tokenizer(template=CHATML.replace(content, content * 2))
+    with pytest.raises(SkipRow, match="closes earlier turns otherwise"):
+        encode_chat(tokenizer, [say("user", "the"), say("assistant", "cat")])
+
+
+def test_a_template_that_adds_to_some_answers_is_a_reason_to_skip():
+    tokenizer = make_tokenizer(template=CHATML + "{{ 'far' if 'mat' in messages[-1].content }}")
+    with pytest.raises(SkipRow, match="rewrites what the assistant wrote"):
+        encode_chat(tokenizer, [say("user", "the"), say("assistant", "a mat")])
+
+
+def test_an_answer_that_is_not_closed_as_the_newest_is_context():
+    closes = "('<|im_end|>' if loop.last or message.role != 'assistant' else '<spare>')"
+    tokenizer = make_tokenizer(template=CHATML.replace("'<|im_end|>'", closes))
+    chat = [message for message in LONG_CHAT if message["role"] != "tool"]
+    ids, mask = encode_chat(tokenizer, chat)
+    assert supervised_texts(tokenizer, ids, mask) == ["four\n\n dogs run<|im_end|>"]
+
+
+def test_what_the_template_adds_behind_the_end_token_is_not_supervised():
+    tokenizer = make_tokenizer(template=CHATML.replace("'<|im_end|>'", "'<|im_end|> <spare>'"))
+    ids, mask = encode_chat(tokenizer, LONG_CHAT)
+    assert supervised_texts(tokenizer, ids, mask) == [
+        "on a mat<|im_end|>",
+        "four\n\n dogs run<|im_end|>",
+    ]
+
+
+def test_a_call_that_holds_an_end_token_is_supervised_to_its_own_end():
+    tokenizer = make_tokenizer(
+        template=THINKS_AND_CALLS.replace("call['name']", "call.name + call.arguments.far")
+    )
+    call = {"name": "run", "arguments": {"far": "<|im_end|> over"}}
+    ids, mask = encode_chat(tokenizer, [say("user", "a"), say("assistant", "", tool_calls=[call])])
+    assert supervised_texts(tokenizer, ids, mask) == ["<call>run<|im_end|> over<|im_end|>"]
+
+
+def test_an_answer_that_a_server_cannot_ask_for_is_context():
+    refuses = (
+        "{% if add_generation_prompt and messages[-1].role == 'tool' %}"
+        "{{ raise_exception('ask first') }}{% endif %}" + CHATML
+    )
+    tokenizer = make_tokenizer(template=refuses)
+    chat = [*LONG_CHAT[:4], say("assistant", "run")]
+    ids, mask = encode_chat(tokenizer, chat)
+    assert supervised_texts(tokenizer, ids, mask) == ["on a mat<|im_end|>"]
+
+
+def test_a_thought_behind_a_prompt_that_forbids_it_is_a_reason_to_skip():
+    forbids = CHATML.replace("assistant\n", "assistant\n<think>\n\n</think>\n\n")
+    chat = [say("user", "the"), say("assistant", "<think>a</think>cat")]
+    with pytest.raises(SkipRow, match="prompts otherwise than it renders"):
+        encode_chat(make_tokenizer(template=forbids), chat)
+
+
+def test_parts_of_text_are_joined(tokenizer):
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
+    ids, mask = encode_chat(tokenizer, [say("user", parts), say("assistant", parts)])
+    wanted = encode_chat(tokenizer, [say("user", "the cat"), say("assistant", "the cat")])
+    assert [ids.tolist(), mask.tolist()] == [x.tolist() for x in wanted]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[{"type": "image_url", "image_url": "x"}], [{"type": "text", "text": None}], ["a"], 3, {}],
+)
+def test_parts_that_are_not_text_are_a_reason_to_skip(tokenizer, content):
+    for chat in (
+        [say("user", content), say("assistant", "cat")],
+        [say("user", "the"), say("assistant", content)],
+        [say("user", "the"), say("assistant", "cat", reasoning_content=content)],
+    ):
+        with pytest.raises(SkipRow, match="content that is not text"):
+            encode_chat(tokenizer, chat)
+
+
+def test_arguments_reach_the_template_as_an_object_however_they_are_spelt():
+    tokenizer = make_tokenizer(
+        template=THINKS_AND_CALLS.replace("call['name']", "call.name + call.arguments.far")
+    )
+    for arguments in ({"far": "over"}, '{"far": "over"}'):
+        call = {"name": "run", "arguments": arguments}
+        chat = [say("user", "the cat"), say("assistant", None, tool_calls=[call])]
+        ids, mask = encode_chat(tokenizer, chat)
+        assert supervised_texts(tokenizer, ids, mask) == ["<call>runover<|im_end|>"]
+
+
+def test_calls_of_another_form_are_a_reason_to_skip(tokenizer):
+    for calls in ("run", ["run"]):
+        with pytest.raises(SkipRow, match="tool calls that are not a list of objects"):
+            encode_chat(tokenizer, [say("user", "the"), say("assistant", "a", tool_calls=calls)])
+
+
+def test_of_the_last_turn_alone_only_the_last_is_supervised(tokenizer):
+    options = ChatOptions(last_turn_only=True)
+    for spells in (tokenizer, make_tokenizer(template=TAGGED)):
+        ids, mask = encode_chat(spells, LONG_CHAT, options=options)
+        assert supervised_texts(spells, ids, mask) == ["four\n\n dogs run<|im_end|>"]
+        assert ids.tolist() == encode_chat(spells, LONG_CHAT)[0].tolist()
+
+
+def test_a_system_message_is_added_only_where_there_is_none(tokenizer):
+    options = ChatOptions(system="dogs run")
+    ids, _ = encode_chat(tokenizer, LONG_CHAT[1:3], options=options)
+    assert tokenizer.decode(ids).startswith("<|im_start|>system\ndogs run<|im_end|>\n")
+    ids, _ = encode_chat(tokenizer, LONG_CHAT, options=options)
+    assert ids.tolist() == encode_chat(tokenizer, LONG_CHAT)[0].tolist()
+
+
+def test_a_template_that_ignores_system_messages_is_a_reason_to_skip():
+    ignores = CHATML.replace("in messages", "in messages if message.role != 'system'")
+    tokenizer = make_tokenizer(template=ignores)
+    with pytest.raises(SkipRow, match="leaves out the system message"):
+        encode_chat(tokenizer, LONG_CHAT[1:3], options=ChatOptions(system="dogs run"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["<think>a cat</think>\n\nsat", "a cat\n</think>\n\nsat", "sat<think>a cat", "sat"],
+)
+@pytest.mark.parametrize("more", [{}, {"reasoning_content": "one"}, {"thinking": "one"}])
+def test_without_thinking_no_thought_is_left(tokenizer, content, more):
+    chat = [say("user", "the <think>"), say("assistant", content, **more)]
+    ids, mask = encode_chat(tokenizer, chat, options=ChatOptions(thinking="off"))
+    assert supervised_texts(tokenizer, ids, mask) == ["sat<|im_end|>"]
+    assert "the <think><|im_end|>" in tokenizer.decode(ids)
+
+
+def test_an_answer_of_nothing_but_thoughts_is_none_without_thinking(tokenizer):
+    chat = [say("user", "the"), say("assistant", "<think>a cat")]
+    with pytest.raises(SkipRow, match="no assistant text"):
+        encode_chat(tokenizer, chat, options=ChatOptions(thinking="off"))
+
+
+def test_a_prompt_is_rendered_with_the_options_of_the_chats():
+    tokenizer = make_tokenizer(
+        template=CHATML + "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+    )
+    asked = [say("user", "the")]
+    for thinking, said in (("as-is", ""), ("on", "True"), ("off", "False")):
+        options = ChatOptions(system="far", thinking=thinking)
+        ids = encode_prompt(tokenizer, asked, options=options)
+        assert tokenizer.decode(ids) == (
+            "<|im_start|>system\nfar<|im_end|>\n<|im_start|>user\nthe<|im_end|>\n"
+            f"<|im_start|>assistant\n{said}"
+        )
+
+
+def test_generation_tags_around_the_question_are_a_reason_to_skip():
+    around_all = TAGGED.replace("message['role'] == 'assistant'", "true")
+    with pytest.raises(SkipRow, match="generation tags mark the prompt"):
+        encode_chat(make_tokenizer(template=around_all), LONG_CHAT)
 
 
 def test_of_several_templates_the_one_is_used_that_a_server_would_pick(tokenizer):
