@@ -4,13 +4,21 @@ Stages are imported inside the commands: `dflash --help` must not wait for torch
 """
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
 from dflash_cache import __version__
-from dflash_cache.config import ENCODING_NAMES, BuildConfig
+from dflash_cache.config import (
+    ENCODING_NAMES,
+    AnswersConfig,
+    BuildConfig,
+    InspectConfig,
+    InspectDataConfig,
+    flag,
+)
 from dflash_fit.config import EvalConfig, ExportConfig, FitConfig
 
 from .options import config_options, make_config
@@ -112,6 +120,49 @@ def cache_convert(cache: str, encoding: str, out: Path, device: str, as_json: bo
 
     convert.convert_cache(cache, encoding=encoding, out=out, device=device)
     show(describe.describe_cache(out), as_json=as_json)
+
+
+@cache.command("inspect")
+@click.argument("cache", required=False)
+@config_options(InspectDataConfig)
+@json_option
+def cache_inspect(cache: str | None, as_json: bool, **typed: Any) -> None:
+    """Show samples of a CACHE, or rows before they are built (--data, --target), token by token.
+
+    Supervised text is coloured; --html writes a page.
+    """
+    from dflash_cache import inspect
+
+    quiet_libraries()
+    if cache is None:
+        if typed["data"] is None and typed["config_file"] is None:
+            raise click.UsageError("Give a CACHE, or rows by --data and --target.")
+        found = inspect.inspect_data(make_config(InspectDataConfig, typed))
+    else:
+        known = {field.name for field in fields(InspectConfig)} | {"config_file"}
+        given = {name for name, value in typed.items() if value is not None}
+        for name in sorted(given - known):
+            raise click.UsageError(f"{flag(name)}: not with a cache, which has its rows.")
+        typed = {name: value for name, value in typed.items() if name in known}
+        found = inspect.inspect_cache(make_config(InspectConfig, {**typed, "cache": cache}))
+    if as_json:
+        show(found.to_dict(), as_json=True)
+    else:
+        click.echo(found.text() if found.html is None else f"page  {found.html}")
+
+
+@cache.command("answers")
+@config_options(AnswersConfig)
+@json_option
+def cache_answers(as_json: bool, **typed: Any) -> None:
+    """Let the target itself write the assistant turns, through an OpenAI-compatible server.
+
+    What comes out feeds `dflash cache build`.  The same command again asks for what is missing.
+    """
+    config = make_config(AnswersConfig, typed)
+    from dflash_cache import answers
+
+    show(answers.write_answers(config), as_json=as_json)
 
 
 @main.command("fit")

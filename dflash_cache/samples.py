@@ -3,46 +3,43 @@
 Rows that cannot be used are skipped by reason and counted, never silently.
 """
 
+import importlib.metadata
+import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
+import xxhash
 
-from dflash_cache.chat import SkipRow, TokensAndMask, encode_chat, encode_text
-from dflash_cache.config import BuildConfig
+from dflash_cache.chat import AS_IS, ChatOptions, SkipRow, TokensAndMask, encode_chat, encode_text
+from dflash_cache.config import BuildConfig, DataConfig
+from dflash_cache.conversations import KEYS, chat_of, group_of, is_ready, joined_groups, text_of
+from dflash_cache.conversations import messages_of as messages_of  # evaluation reads rows with it
+from dflash_cache.duplicates import REASON, Prompts, read_prompts, repeats_a_prompt
 from dflash_cache.errors import DataError
-from dflash_cache.rows import Row, iter_rows
+from dflash_cache.rows import Row, iter_rows, load_dataset
 from dflash_cache.schema import canonical_json
+from dflash_cache.tokenise import Encoded, EncodedRows, encode_rows
 
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
+# Longer rows are not even tokenised when no vocabulary could bring them below the limit: that
+# takes a hundred bytes a character.
+MOST_CHARACTERS = 10_000_000
+LIBRARIES = ("transformers", "tokenizers", "jinja2", "numpy")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Sample:
     """One tokenised conversation."""
 
     sample_id: int  # number of its row in the data, from 0
     input_ids: np.ndarray  # int32 [t]
     loss_mask: np.ndarray  # bool [t]
-    group: str  # hash of the conversation's opening: equal prompts share it
+    group: str  # hash that pieces of a conversation and answers to one prompt share
 
     @property
     def length(self) -> int:
@@ -84,43 +81,131 @@ class Samples:
 
     def count_of(self, token_ids: list[int]) -> dict[int, int]:
         """How often each of the given ids occurs in all samples."""
-        counts = dict.fromkeys(token_ids, 0)
+        wanted, counts = np.unique(np.asarray(token_ids, np.int32)), Counter[int]()
         for sample in self.samples:
-            for token in token_ids:
-                counts[token] += int((sample.input_ids == token).sum())
-        return counts
+            counts.update(sample.input_ids[np.isin(sample.input_ids, wanted)].tolist())
+        return {token: counts[token] for token in token_ids}
+
+
+def row_encoder(
+    config: DataConfig, tokenizer: Any, *, vocab_size: int, max_positions: int
+) -> "RowEncoder":
+    """What the options make of a row."""
+    return RowEncoder(
+        tokenizer=tokenizer,
+        options=ChatOptions(
+            system=config.system, thinking=config.thinking, last_turn_only=config.last_turn_only
+        ),
+        vocab_size=vocab_size,
+        longest=min(config.max_length or max_positions, max_positions),
+        too_long=config.too_long,
+        prompts=read_prompts(config.exclude) if config.exclude is not None else None,
+    )
 
 
 def load_samples(
     config: BuildConfig, tokenizer: Any, *, vocab_size: int, max_positions: int
 ) -> Samples:
     """Every usable row as a sample; stops when too many rows cannot be used."""
-    longest = min(config.max_length or max_positions, max_positions)
-    samples: list[Sample] = []
-    skipped: Counter[str] = Counter()
-    rows = 0
-    for sample_id, row in enumerate(_progress(islice(_rows(config), config.max_samples))):
-        rows += 1
+    encoder = row_encoder(config, tokenizer, vocab_size=vocab_size, max_positions=max_positions)
+    rows = islice(iter_rows(config.data, split=config.split), config.max_samples)
+    encoded = encode_rows(
+        map(row_text, rows),
+        encoder,
+        workers=config.data_workers,
+        identity=lambda: identity_of(config, encoder),
+    )
+    skipped = Counter(reason for reason, *_ in encoded.facts if reason)
+    _refuse_too_many_skips(config, len(encoded.facts), skipped)
+    samples = list(_grouped(encoded))
+    assert len(samples) + skipped.total() == len(encoded.facts), (len(samples), skipped)
+    return Samples(samples=samples, rows=len(encoded.facts), skipped=dict(sorted(skipped.items())))
+
+
+def _grouped(encoded: EncodedRows) -> Iterator[Sample]:
+    used = [number for number, (reason, *_) in enumerate(encoded.facts) if not reason]
+    groups = joined_groups(
+        [encoded.facts[number][1] for number in used],
+        [encoded.facts[number][2] or None for number in used],
+    )
+    for number, group in zip(used, groups, strict=True):
+        part = slice(int(encoded.ends[number - 1]) if number else 0, int(encoded.ends[number]))
+        yield Sample(
+            sample_id=number,
+            input_ids=encoded.ids[part],
+            loss_mask=encoded.mask[part],
+            group=group,
+        )
+
+
+# --- one row ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowEncoder:
+    """Everything that decides what becomes of a row; goes to other processes as it is."""
+
+    tokenizer: Any
+    options: ChatOptions
+    vocab_size: int
+    longest: int
+    too_long: str
+    prompts: Prompts | None
+
+    def __call__(self, text: str) -> Encoded:
         try:
-            tokens = encode_row(row, tokenizer)
-            samples.append(_checked(sample_id, row, tokens, vocab_size=vocab_size, longest=longest))
+            return self._encode(json.loads(text))
         except SkipRow as reason:
-            skipped[str(reason)] += 1
-    _refuse_too_many_skips(config, rows, skipped)
-    return Samples(samples=samples, rows=rows, skipped=dict(sorted(skipped.items())))
+            return Encoded(ids=b"", mask=b"", reason=str(reason))
+        except RecursionError:
+            return Encoded(ids=b"", mask=b"", reason="nested too deeply")
+
+    def _encode(self, row: Row) -> Encoded:
+        if _characters(row, self.too_long) > max(MOST_CHARACTERS, 256 * self.longest):
+            raise SkipRow(_too_long(self.longest, self.too_long))
+        sample = checked(
+            0,
+            row,
+            encode_row(row, self.tokenizer, self.options),
+            vocab_size=self.vocab_size,
+            longest=self.longest,
+            too_long=self.too_long,
+        )
+        if self.prompts is not None and repeats_a_prompt(row, self.prompts, self.tokenizer):
+            raise SkipRow(REASON)
+        return Encoded(
+            ids=sample.input_ids.astype(np.int32).tobytes(),
+            mask=sample.loss_mask.astype(np.bool_).tobytes(),
+            opening=sample.group,
+            chat=chat_of(row) or "",
+        )
 
 
-def _rows(config: BuildConfig) -> Iterator[Row]:
-    return iter_rows(config.data, split=config.split)
+def row_text(row: Row) -> str:
+    """What we read of a row, as one string."""
+    try:
+        return json.dumps({key: row[key] for key in KEYS if key in row}, default=str)
+    except RecursionError:  # parsing allows a little more depth than writing
+        return "[" * 100_000
 
 
-def _progress(rows: Iterator[Row]) -> Iterator[Row]:
-    return iter(tqdm(rows, desc="tokenise", unit="row", disable=None))
+def _characters(row: Row, too_long: str) -> int:
+    """Characters up to the last answer, or to the first one where the others may be cut."""
+    if is_ready(row):
+        return 0
+    if isinstance(row.get("text"), str):
+        return len(row["text"])
+    sizes, answers = 0, [0]
+    for turn in messages_of(row):
+        sizes += len(text_of(turn.get("content")))
+        if turn["role"] == "assistant":
+            answers.append(sizes)
+    return answers[-1] if too_long == "skip" else answers[:2][-1]
 
 
-def encode_row(row: Row, tokenizer: Any) -> TokensAndMask:
+def encode_row(row: Row, tokenizer: Any, options: ChatOptions = AS_IS) -> TokensAndMask:
     """Tokens and loss mask of a row of any form that we read."""
-    if _is_ready(row):
+    if is_ready(row):
         return _ready(row)
     if isinstance(row.get("text"), str):
         return encode_text(tokenizer, row["text"])
@@ -129,94 +214,109 @@ def encode_row(row: Row, tokenizer: Any) -> TokensAndMask:
             f"{tokenizer.name_or_path}: its tokenizer has no chat template, so chat rows cannot "
             "be rendered; give it one (chat_template.jinja), or rows with text or input_ids"
         )
-    return encode_chat(tokenizer, messages_of(row), tools=row.get("tools"))
-
-
-def messages_of(row: Row) -> list[dict[str, Any]]:
-    """The row as OpenAI-style messages."""
-    if isinstance(row.get("messages"), list):
-        turns = row["messages"]
-    elif isinstance(row.get("conversations"), list):
-        turns = [_share_gpt_turn(turn) for turn in row["conversations"]]
-    elif isinstance(row.get("prompt"), str) and isinstance(row.get("response"), str):
-        turns = [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["response"]},
-        ]
-    else:
-        raise SkipRow("no messages, conversations, prompt and response, text, or input_ids")
-    return [_known_turn(turn) for turn in turns]
-
-
-def _share_gpt_turn(turn: Any) -> dict[str, Any]:
-    if not isinstance(turn, dict):
-        raise SkipRow("a turn is not an object")
-    return {"role": turn.get("from", turn.get("role")), "content": turn.get("value", "")}
-
-
-def _known_turn(turn: Any) -> dict[str, Any]:
-    if not isinstance(turn, dict):
-        raise SkipRow("a turn is not an object")
-    role = ROLES.get(str(turn.get("role")).lower())
-    if role is None:
-        raise SkipRow(f"unknown role {str(turn.get('role'))[:20]!r}")
-    return {**turn, "role": role}
-
-
-def _is_ready(row: Row) -> bool:
-    return row.get("input_ids") is not None and row.get("loss_mask") is not None
+    return encode_chat(tokenizer, messages_of(row), tools=row.get("tools"), options=options)
 
 
 def _ready(row: Row) -> TokensAndMask:
     try:
         ids = np.asarray(row["input_ids"], dtype=np.int32)
-        mask = np.asarray(row["loss_mask"], dtype=np.float32) != 0
-        whole = np.array_equal(ids, np.asarray(row["input_ids"]))
+        weights = np.asarray(row["loss_mask"], dtype=np.float32)
+        whole = np.array_equal(ids, np.asarray(row["input_ids"])) and not np.isnan(weights).any()
     except (ValueError, TypeError, OverflowError):
         whole = False
     if not whole:
         raise SkipRow("input_ids or loss_mask are not numbers")
-    if ids.ndim != 1 or ids.shape != mask.shape:
+    if ids.ndim != 1 or ids.shape != weights.shape:
         raise SkipRow("input_ids and loss_mask differ in length")
-    return ids, mask
+    return ids, weights != 0
 
 
-def _checked(
-    sample_id: int, row: Row, tokens: TokensAndMask, *, vocab_size: int, longest: int
+def checked(
+    sample_id: int,
+    row: Row,
+    tokens: TokensAndMask,
+    *,
+    vocab_size: int,
+    longest: int,
+    too_long: str,
 ) -> Sample:
+    """The part of a row that can be learnt from, with the group of its opening."""
     ids, mask = tokens
     if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
         raise SkipRow("a token id is outside the target's vocabulary")
-    if not (mask[:-1] & mask[1:]).any():
-        raise SkipRow("no two supervised tokens in a row")
-    end = int(np.flatnonzero(mask)[-1]) + 1  # nobody learns from what comes after
+    _refuse_no_pair(mask)
+    ends = _ends_of_answers(mask)
+    end = int(ends[-1])  # nobody learns from what comes after
     if end > longest:
-        raise SkipRow(f"longer than {longest} tokens")
+        fitting = ends[ends <= longest] if too_long == "cut" else ends[:0]
+        if not len(fitting):
+            raise SkipRow(_too_long(longest, too_long))
+        end = int(fitting[-1])
+        _refuse_no_pair(mask[:end])
     return Sample(
         sample_id=sample_id, input_ids=ids[:end], loss_mask=mask[:end], group=group_of(row)
     )
 
 
-def group_of(row: Row) -> str:
-    """Samples that must not be split between training and held-out share a group.
-
-    That is the opening of the conversation up to the first answer: pieces of one row have it in
-    common, and so have two answers to one prompt.
-    """
-    opening: Any
-    if _is_ready(row):
-        first = next((i for i, wanted in enumerate(row["loss_mask"]) if wanted), 0)
-        opening = [int(token) for token in row["input_ids"][: first or None]]
-    elif isinstance(row.get("text"), str):
-        opening = row["text"]
-    else:
-        turns = messages_of(row)
-        first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), 0)
-        opening = [[turn["role"], turn.get("content")] for turn in turns[: first or None]]
-    return sha256(canonical_json(opening)).hexdigest()[:16]
+def _refuse_no_pair(mask: np.ndarray) -> None:
+    if not (mask[:-1] & mask[1:]).any():
+        raise SkipRow("no two supervised tokens in a row")
 
 
-def _refuse_too_many_skips(config: BuildConfig, rows: int, skipped: Counter[str]) -> None:
+def _ends_of_answers(mask: np.ndarray) -> np.ndarray:
+    """Lengths that a row may be cut to: behind each run of supervised tokens."""
+    return np.flatnonzero(mask & ~np.append(mask[1:], False)) + 1
+
+
+def _too_long(longest: int, too_long: str) -> str:
+    if too_long == "cut":
+        return f"no answer ends within {longest} tokens"
+    return f"longer than {longest} tokens"
+
+
+# --- what the tokens depend on ------------------------------------------------------------------
+
+
+def identity_of(config: DataConfig, encoder: RowEncoder) -> str:
+    """Hash of the data and of everything that turns it into tokens, to find kept tokens by."""
+    parts = {
+        "data": _data_hash(config.data, split=config.split),
+        "max_samples": config.max_samples,
+        "tokenizer": _tokenizer_hash(encoder.tokenizer),
+        "options": asdict(encoder.options),
+        "limits": [encoder.vocab_size, encoder.longest, encoder.too_long],
+        "exclude": encoder.prompts.sha256() if encoder.prompts is not None else None,
+        # Any change of ours makes the tokens anew: nobody has to remember which file matters.
+        "code": [_file_hash(path) for path in sorted(Path(__file__).parent.glob("*.py"))],
+        "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},
+    }
+    return sha256(canonical_json(parts)).hexdigest()[:32]
+
+
+def _data_hash(source: str, *, split: str) -> str:
+    """Of a file its bytes, which no clock can be wrong about; else what `datasets` says it is."""
+    if Path(source).is_file():
+        return _file_hash(Path(source))
+    return str(getattr(load_dataset(source, split=split), "_fingerprint", ""))
+
+
+def _file_hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _tokenizer_hash(tokenizer: Any) -> str:
+    core = json.loads(tokenizer.backend_tokenizer.to_str())
+    for state in ("truncation", "padding"):  # the last call left them
+        core.pop(state, None)
+    told = [core, type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map]
+    return sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _refuse_too_many_skips(config: DataConfig, rows: int, skipped: Counter[str]) -> None:
     if not rows:
         raise DataError(f"{config.data}: holds no rows; give --data a file with rows")
     reasons = "; ".join(f"{count} {reason}" for reason, count in skipped.most_common())

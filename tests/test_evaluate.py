@@ -203,7 +203,7 @@ def test_a_drafter_of_other_shapes_is_refused_without_any_record(run, prompts, t
         ([{"question": "?"}], "row 1: no messages, conversations or prompt"),
         ([{"prompt": "ok"}, {"messages": [{"role": "oracle", "content": "?"}]}], "row 2: unknown"),
         ([{"messages": []}], "row 1: nothing comes before the first answer"),
-        ([{"messages": [{"role": "user"}]}], "row 1: refused by the chat template"),
+        ([{"messages": [{"role": "user"}]}], "row 1: a turn without content"),
     ],
 )
 def test_prompts_that_are_none_are_one_message(run, tiny_target, tmp_path, rows, message):

@@ -138,6 +138,9 @@ def test_rows_without_a_chat_need_no_chat_template():
         (ready("011", input_ids=[1, 2, 1 << 40]), "input_ids or loss_mask are not numbers"),
         (ready("011", input_ids=[1, [2], 3]), "input_ids or loss_mask are not numbers"),
         (ready("011", input_ids=5), "input_ids and loss_mask differ in length"),
+        (ready("011", loss_mask=[0, 1, float("nan")]), "input_ids or loss_mask are not numbers"),
+        (ready("011", input_ids=[float("inf"), 2, 3]), "input_ids or loss_mask are not numbers"),
+        (ready("011", input_ids=[float("nan"), 2, 3]), "input_ids or loss_mask are not numbers"),
         (ready("011", loss_mask=["n", "y", "y"]), "input_ids or loss_mask are not numbers"),
         (ready("011", input_ids=[1, 2, 310]), "a token id is outside the target's vocabulary"),
         (ready("011", input_ids=[1, 2, -1]), "a token id is outside the target's vocabulary"),
@@ -175,6 +178,122 @@ def test_length_is_measured_after_the_tail_is_gone(load):
 def test_max_length_cannot_exceed_the_positions_of_the_target(load):
     found = load([ready("0" * 8 + "11"), GOOD], positions=9, max_length=400, max_skipped=0.5)
     assert found.skipped == {"longer than 9 tokens": 1}
+
+
+# --- too long -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mask", "longest", "cut"),
+    [
+        ("0110110011", 10, "0110110011"),
+        ("0110110011", 9, "011011"),
+        ("0110110011", 6, "011011"),
+        ("0110110011", 5, "011"),
+        ("0110110011000", 10, "0110110011"),
+        ("01101", 4, "011"),
+        ("0010110011", 7, "001011"),
+    ],
+)
+def test_a_cut_row_ends_with_the_last_answer_that_fits(load, mask, longest, cut):
+    (sample,) = load([ready(mask)], max_length=longest, too_long="cut").samples
+    assert "".join(map(str, sample.loss_mask.astype(int))) == cut
+    assert sample.input_ids.tolist() == list(range(100, 100 + len(cut)))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (ready("0001111"), "no answer ends within 6 tokens"),
+        ({"text": "the cat " * 20}, "no answer ends within 6 tokens"),
+        (ready("0100011111"), "no two supervised tokens in a row"),
+    ],
+)
+def test_a_row_of_which_nothing_fits_is_skipped(load, row, reason):
+    found = load([ready("011"), row], max_length=6, too_long="cut", max_skipped=0.5)
+    assert found.skipped == {reason: 1}
+
+
+def test_a_cut_chat_is_the_chat_of_its_first_turns(load):
+    turns = [{"role": role, "content": "the cat"} for role in ("user", "assistant")]
+    (short,) = load([{"messages": turns * 2}]).samples
+    (cut,) = load([{"messages": turns * 9}], max_length=short.length, too_long="cut").samples
+    assert cut.input_ids.tolist() == short.input_ids.tolist()
+    assert cut.loss_mask.tolist() == short.loss_mask.tolist()
+
+
+def test_cutting_changes_no_row_that_fits(load):
+    rows = [GOOD, {"messages": CHAT}, ready("0110011")]
+    assert load(rows, too_long="cut").sha256() == load(rows).sha256()
+
+
+@pytest.mark.parametrize("too_long", ["skip", "cut"])
+def test_a_gigantic_row_is_skipped_before_it_is_tokenised(load, monkeypatch, too_long):
+    monkeypatch.setattr("dflash_cache.samples.MOST_CHARACTERS", 10_000)
+    monkeypatch.setattr("dflash_cache.samples.encode_text", None)
+    huge = "cat " * 100_000
+    tail = {"messages": [*CHAT, {"role": "user", "content": huge}]}
+    found = load([{"text": huge}, tail], positions=39, too_long=too_long, max_skipped=0.5)
+    assert [sample.sample_id for sample in found.samples] == [1]
+    assert sum(found.skipped.values()) == 1
+
+
+# --- options ------------------------------------------------------------------------------------
+
+
+def test_a_system_message_goes_before_chats_that_bring_none(load, tokenizer):
+    own, without = load([{"messages": CHAT}, {"messages": CHAT[1:]}], system="two dogs").samples
+    assert tokenizer.decode(own.input_ids).startswith("<|im_start|>system\nyou run<|im_end|>")
+    assert tokenizer.decode(without.input_ids).startswith("<|im_start|>system\ntwo dogs<|im_end|>")
+
+
+def test_the_last_answer_alone_is_supervised_where_that_is_wanted(load, tokenizer):
+    turns = [*CHAT, {"role": "user", "content": "why"}, {"role": "assistant", "content": "far"}]
+    (sample,) = load([{"messages": turns}], last_turn_only=True).samples
+    assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == "far<|im_end|>"
+
+
+def test_chats_without_thoughts_are_skipped_where_thoughts_are_wanted(load):
+    found = load([GOOD, {"messages": CHAT}], thinking="on", max_skipped=0.5)
+    assert len(found.samples) == 1
+    assert sum(found.skipped.values()) == 1
+
+
+def test_rows_of_one_name_are_all_kept(load):
+    rows = [{**GOOD, "id": "same"}, {"text": "one two three", "id": "same"}, {**GOOD, "id": "same"}]
+    found = load(rows)
+    assert [sample.sample_id for sample in found.samples] == [0, 1, 2]
+    assert len({sample.group for sample in found.samples}) == 1
+
+
+@given(
+    kinds=st.lists(st.integers(0, 7), min_size=1, max_size=12),
+    options=st.fixed_dictionaries(
+        {
+            "too_long": st.sampled_from(["skip", "cut"]),
+            "last_turn_only": st.booleans(),
+            "max_length": st.sampled_from([None, 5, 20]),
+        }
+    ),
+)
+def test_every_row_is_a_sample_or_a_skip(tmp_path_factory, tokenizer, kinds, options):
+    forms = [
+        *(GOOD, {"messages": CHAT}, {"conversations": SHARE_GPT}, ready("0110011"), {}),
+        *({"messages": [{"role": "user", "content": [1, None]}]}, {"text": "a"}, {"messages": 3}),
+    ]
+    folder = tmp_path_factory.mktemp("rows")
+    data = write_jsonl(folder / "rows.jsonl", [GOOD, *(forms[kind] for kind in kinds)])
+    config = BuildConfig(target="-", data=str(data), out=folder, max_skipped=1.0, **options)
+    try:
+        found = load_samples(config, tokenizer, vocab_size=310, max_positions=512)
+    except DataError as told:
+        assert "can be used" in str(told)  # noqa: PT017
+    else:
+        assert found.rows == len(kinds) + 1
+        assert found.rows == len(found.samples) + sum(found.skipped.values())
+
+
+# --- counts -------------------------------------------------------------------------------------
 
 
 def test_max_samples_takes_the_first_rows(load):
