@@ -31,7 +31,7 @@ class RowFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.places: dict[int, tuple[int, int]] = {}  # row -> offset, bytes
+        self.places: dict[int, int] = {}  # row -> where its line starts
         self.size = 0  # of its whole lines
         self._file: BinaryIO | None = None
 
@@ -59,7 +59,7 @@ class RowFile:
         )
 
     def _note(self, record: Record, size: int) -> None:
-        self.places[record["row"]] = (self.size, size)
+        self.places[record["row"]] = self.size
         self.size += size
 
     def append(self, record: Record) -> None:
@@ -86,9 +86,8 @@ class RowFile:
         aside = self.path.with_name(f".{self.path.name}.partial")  # ours alone: we hold the lock
         with open(self.path, "rb") as lines, open(aside, "wb") as file:
             for row in sorted(self.places):
-                offset, size = self.places[row]
-                lines.seek(offset)
-                file.write(lines.read(size))
+                lines.seek(self.places[row])
+                file.write(lines.readline())
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, self.path)
@@ -201,12 +200,14 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def refuse_foreign(out: Path) -> None:
-    """A file that this command has not begun is somebody's."""
-    if out.exists():
-        raise DataError(
-            f"{out}: exists and was not begun by this command, which leaves "
-            f"{beside(out, '.settings.json').name} beside it; give --out a new name"
-        )
+    """Files without the settings of this command are somebody's, or of answers long removed."""
+    for path in (out, beside(out, ".dropped.jsonl")):
+        if path.exists():
+            raise DataError(
+                f"{path}: exists and was not begun by this command, which leaves "
+                f"{beside(out, '.settings.json').name} beside it; remove it, or give --out a new "
+                "name"
+            )
 
 
 def refuse_other_settings(path: Path, wanted: Settings) -> None:

@@ -73,8 +73,9 @@ class Failures:
     def note(self, outcome: Outcome) -> None:
         self.lost_in_a_row = self.lost_in_a_row + 1 if outcome.lost else 0
         if outcome.failed is not None:
-            # "4113 tokens are too many" and "4205 tokens are too many" are one reason.
-            kind = re.sub(r"(?<!HTTP )\b\d+", "#", outcome.failed)
+            # "4113 tokens are too many" and "4205 tokens are too many" are one reason, as are
+            # "request a7-f1 failed" and "request 9c-f2 failed".
+            kind = re.sub(r"(?<!HTTP )\b[\w-]*\d[\w-]*", "#", outcome.failed)
             self.reasons[self._examples.setdefault(kind, outcome.failed)] += 1
 
 
@@ -86,6 +87,8 @@ def write_answers(config: AnswersConfig) -> dict[str, Any]:
     with Server(config.server, timeout=config.timeout, retries=config.retries) as server:
         if not answer_file.is_complete(config.out, settings["rows"]):
             settings |= choose_model(server, config.model)
+        elif config.model is not None:
+            settings["model"] = config.model
         with answer_file.opened(config.out, settings) as file:
             settings = answer_file.read_settings(answer_file.beside(config.out, ".settings.json"))
             failed = ask_for_the_rest(config, settings, server, file)

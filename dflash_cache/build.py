@@ -145,8 +145,8 @@ def options_of(config: BuildConfig) -> dict[str, Any]:
         for name, value in asdict(config).items()
         if name not in ("out", "device")
     }
-    for name in ("target", "data"):
-        if Path(plain[name]).exists():
+    for name in ("target", "data", "exclude"):
+        if plain[name] is not None and Path(plain[name]).exists():
             plain[name] = str(Path(plain[name]).resolve())
     return plain
 

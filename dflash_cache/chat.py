@@ -22,7 +22,13 @@ from dflash_cache.messages import (
     with_system,
     without_thoughts,
 )
-from dflash_cache.spans import TEMPLATE_ERRORS, Template, answer_spans, sent_before
+from dflash_cache.spans import (
+    TEMPLATE_ERRORS,
+    Template,
+    answer_spans,
+    context_spans,
+    sent_before,
+)
 
 __all__ = [
     "ChatOptions",
@@ -35,6 +41,7 @@ __all__ = [
 ]
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+BLANK = "\u0120"  # a blank as byte-level tokenizers spell it
 ENABLE_THINKING = {"as-is": None, "on": True, "off": False}
 
 TokensAndMask = tuple[np.ndarray, np.ndarray]
@@ -132,9 +139,11 @@ def _encode_tagged(
         tokenizer_kwargs={"return_offsets_mapping": True},
         **template.options(),
     )
-    ids, offsets = _arrays(encoded)
+    ids, offsets = _arrays(template.tokenizer, encoded)
     mask = np.asarray(encoded["assistant_masks"], dtype=bool)
     whole = template.render(chat)
+    for start, end in context_spans(template, chat, turns, whole=whole):
+        mask[slice(*np.searchsorted(offsets[:, 0], (start, end)))] = False
     for turn in turns:
         sent = sent_before(template, chat, turn, whole=whole)
         if sent is None and options.last_turn_only:
@@ -158,15 +167,34 @@ def _run_before(mask: np.ndarray, stop: int) -> int:
 
 
 def _tokenise(tokenizer: Any, text: str, spans: list[Span]) -> TokensAndMask:
-    ids, offsets = _arrays(tokenizer(text, add_special_tokens=False, return_offsets_mapping=True))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = _arrays(tokenizer, encoded)
+    starts, ends = offsets.T
     mask = np.zeros(len(ids), dtype=bool)
     for start, end in spans:
         # A token that straddles the start of a turn is part prompt: nobody generates it.
-        mask |= (offsets[:, 0] >= start) & (offsets[:, 1] <= end) & (offsets[:, 1] > offsets[:, 0])
+        mask |= (starts >= start) & (ends <= end) & (ends > starts)
+        # End tokens may swallow the white space behind them (rstrip, as Phi-3 has it).
+        for last in np.flatnonzero((starts >= start) & (starts < end) & (ends > end)):
+            swallows = not text[end : ends[last]].strip()
+            mask[last] |= swallows and int(ids[last]) in tokenizer.added_tokens_decoder
     return ids, mask
 
 
-def _arrays(encoded: Any) -> tuple[np.ndarray, np.ndarray]:
+def _arrays(tokenizer: Any, encoded: Any) -> tuple[np.ndarray, np.ndarray]:
     """Token ids [t], and the start and end [t, 2] of each token in the text."""
+    ids = np.asarray(encoded["input_ids"], dtype=np.int32)
     offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-    return np.asarray(encoded["input_ids"], dtype=np.int32), offsets
+    gaps = offsets[1:, 0] - offsets[:-1, 1]
+    if not (gaps > 0).any():
+        return ids, offsets
+    # Byte-level tokenizers with trim_offsets leave the blanks of a token out: give them back.
+    tokens = tokenizer.convert_ids_to_tokens(ids.tolist())
+    leading = np.array([len(token) - len(token.lstrip(BLANK)) for token in tokens])
+    trailing = np.array([len(token) - len(token.rstrip(BLANK)) for token in tokens])
+    whole = offsets.copy()
+    whole[:, 0] -= np.minimum(leading, np.maximum(0, np.append(offsets[:1, 0], gaps)))
+    whole[:, 1] += np.minimum(trailing, np.maximum(0, np.append(gaps, 0)))
+    blank = offsets[:, 0] == offsets[:, 1]
+    whole[blank, 1] = offsets[blank, 1]
+    return ids, whole

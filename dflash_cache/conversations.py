@@ -25,6 +25,7 @@ ROLES = {
     "model": "assistant",
     "assistant": "assistant",
     "system": "system",
+    "developer": "system",
     "tool": "tool",
     "function": "tool",
     "observation": "tool",

@@ -8,7 +8,8 @@ Japanese and Korean count each character as a word.  A row repeats a prompt when
   distinct runs of `RUN` words, wherever they stand.
 
 Runs that many of the prompts have in common ("answer step by step ...") show nothing and do not
-count.  The time is linear in the rows.
+count; a prompt that has hardly any other is compared as a whole only.  The time is linear in the
+rows.
 """
 
 import math
@@ -93,13 +94,21 @@ def index_prompts(texts: Iterable[str]) -> Prompts:
     runs = [runs_of(words) for prompt in prompts if len(words := prompt.split()) >= LEAST_WORDS]
     counts = Counter(run for some in runs for run in some)
     most = max(COMMON_COUNT, COMMON_SHARE * len(runs))
-    telling = [{run for run in some if counts[run] <= most} for some in runs]
+    telling = [_enough({run for run in some if counts[run] <= most}, some) for some in runs]
     owners: dict[str, list[int]] = {}
     for number, some in enumerate(telling):
         for run in sorted(some):
             owners.setdefault(run, []).append(number)
     needed = [max(1, math.ceil(SHARE * len(some) - 1e-9)) for some in telling]
     return Prompts(whole=frozenset(prompts), owners=owners, needed=needed)
+
+
+def _enough(telling: set[str], some: set[str]) -> set[str]:
+    """The telling runs of a prompt; none if they are fewer than the shortest prompt has.
+
+    "... question step by step: why?" has one, and that row asks anything that begins with why.
+    """
+    return telling if telling == some or len(telling) > LEAST_WORDS - RUN else set()
 
 
 def _prompt_texts(row: Row) -> list[str]:

@@ -299,5 +299,8 @@ def with_page(found: Inspection, path: Path | None) -> Inspection:
     if path is None:
         return found
     written = replace(found, html=path)
-    write_file(path, page(written).encode())
+    try:
+        write_file(path, page(written).encode())
+    except OSError as error:
+        raise ConfigError(f"--html {path}: cannot be written ({error.strerror})") from None
     return written

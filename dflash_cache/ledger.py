@@ -128,7 +128,8 @@ def refuse_other_identity(root: Path, found: Identity, wanted: Identity) -> None
         field, has, wants = difference
         raise CacheMismatchError(
             f"{root}: this cache was begun with {field} = {_short(has)}, this run has "
-            f"{_short(wants)}; give another --out, or the options it was begun with"
+            f"{_short(wants)}; give another --out, or the options it was begun with (another "
+            "version of this toolkit may read the same rows otherwise; a sealed cache stays good)"
         )
 
 

@@ -29,6 +29,7 @@ from dflash_cache.tokenise import Encoded, EncodedRows, encode_rows
 # Longer rows are not even tokenised when no vocabulary could bring them below the limit: that
 # takes a hundred bytes a character.
 MOST_CHARACTERS = 10_000_000
+MOST_REASONS = 12  # that one message tells; each unknown role is a reason of its own
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "numpy")
 
 
@@ -319,7 +320,10 @@ def _tokenizer_hash(tokenizer: Any) -> str:
 def _refuse_too_many_skips(config: DataConfig, rows: int, skipped: Counter[str]) -> None:
     if not rows:
         raise DataError(f"{config.data}: holds no rows; give --data a file with rows")
-    reasons = "; ".join(f"{count} {reason}" for reason, count in skipped.most_common())
+    told = skipped.most_common(MOST_REASONS)
+    reasons = "; ".join(f"{count} {reason}" for reason, count in told)
+    if more := len(skipped) - len(told):
+        reasons += f"; {skipped.total() - sum(count for _, count in told)} for {more} other reasons"
     if skipped.total() == rows:
         raise DataError(f"{config.data}: none of {rows} rows can be used ({reasons})")
     if skipped.total() > config.max_skipped * rows:

@@ -18,11 +18,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dflash_cache.errors import ConfigError, DFlashError
+from dflash_cache.pieces import visible
 
 CONNECT_SECONDS = 20.0
 BACK_OFF = 1.0  # seconds before the second try, doubled for every further one
 LONGEST_BACK_OFF = 120.0
-BROKEN = (OSError, http.client.HTTPException)
+AT_ONCE = 1.0  # seconds in which a connection that was closed while idle says so
+BROKEN = (OSError, http.client.HTTPException, UnicodeError)  # the last for names like "a..b"
 # These speak of address, key or model, so that no row can do better.
 HOPELESS = (401, 403, 404, 405)
 
@@ -64,15 +66,8 @@ class Server:
 
     def __init__(self, address: str, *, timeout: float, retries: int) -> None:
         self.address = address.rstrip("/")
-        parts = urlsplit(self.address)
-        try:
-            self._place = (parts.hostname, parts.port)
-        except ValueError:
-            self._place = (None, None)
-        if parts.scheme not in ("http", "https") or not self._place[0]:
-            raise ConfigError(f"--server {address}: want an address as http://localhost:8000/v1")
-        self._secure = parts.scheme == "https"
-        self._path = parts.path
+        self._kind, self._place, self._path = _taken_apart(self.address)
+        self._key = _key()
         self._timeout = timeout
         self._retries = retries
         self._own = threading.local()
@@ -111,19 +106,24 @@ class Server:
                     raise NoAnswer(str(trouble), lost=True) from None
                 # Spread out: all threads met the same trouble at the same time.
                 pause = BACK_OFF * 2**attempt * random.uniform(0.75, 1.25)
-                self._closed.wait(
-                    min(LONGEST_BACK_OFF, pause if trouble.pause is None else trouble.pause)
-                )
+                pause = pause if trouble.pause is None else trouble.pause
+                if self._closed.wait(min(LONGEST_BACK_OFF, pause)):
+                    raise NoAnswer("stopped", lost=False) from None
         raise AssertionError(self._retries)
 
     def _ask(self, method: str, path: str, content: dict[str, Any] | None) -> Any:
         status, headers, body = self._exchange(method, path, content)
         if status == 200:
+            if headers.get_content_type() == "text/event-stream":
+                raise ServerError(
+                    f"--server {self.address}{path}: streams, though asked for whole answers; use "
+                    "a server that heeds `stream: false`"
+                )
             try:
                 return json.loads(body)
             except (ValueError, RecursionError):
                 raise _Unwell("its reply is no JSON") from None
-        told = f"HTTP {status}: {_told(body)}"
+        told = f"HTTP {status}: {_told(body, key=self._key)}"
         if status in HOPELESS:
             raise ServerError(
                 f"--server {self.address}{path}: {told}; the address mostly ends in /v1, the key "
@@ -140,40 +140,46 @@ class Server:
         body = None if content is None else json.dumps(content).encode()
         while True:
             connection, used = self._connection()
+            asked = time.monotonic()
             try:
-                connection.request(method, self._path + path, body, _headers())
+                connection.request(method, self._path + path, body, _headers(self._key))
                 response = connection.getresponse()
-                found = response.status, response.headers, response.read()
-                self._busy[connection] = False
+                found = response.status, response.headers, _read(response, self._timeout)
+                if response.will_close:
+                    self._drop(connection)
+                else:
+                    self._busy[connection] = False
                 return found
             except TimeoutError:
                 self._drop(connection)
                 raise NoAnswer(f"no answer in {self._timeout:g} s", lost=True) from None
             except BROKEN as error:
                 self._drop(connection)
-                stale = isinstance(error, ConnectionError)  # the server closed it while idle
-                if not (used and stale):
+                # Closed while idle?  Later than at once, the server has had the request, and may
+                # have worked on it: to ask again is what `retries` counts.
+                stale = used and time.monotonic() - asked < AT_ONCE
+                if not (stale and isinstance(error, ConnectionError)):
                     raise _Unwell(_spoken(error)) from None
 
     def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
         """This thread's connection, and whether it has served before."""
+        kept = getattr(self._own, "connection", None)
+        connection = self._own.connection = kept or self._connected()
+        self._busy[connection] = True
+        # Looked at after that line: closing either wakes this connection or is seen here.
         if self._closed.is_set():
+            self._drop(connection)
             raise NoAnswer("stopped", lost=False)
-        connection = getattr(self._own, "connection", None)
-        if connection is not None:
-            self._busy[connection] = True
-            return connection, True
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        host, port = self._place
-        connection = kind(str(host), port, timeout=min(CONNECT_SECONDS, self._timeout))
+        return connection, kept is not None
+
+    def _connected(self) -> http.client.HTTPConnection:
+        connection = self._kind(*self._place, timeout=min(CONNECT_SECONDS, self._timeout))
         try:
             connection.connect()
         except BROKEN as error:
             raise _Unwell(_spoken(error)) from None
         connection.sock.settimeout(self._timeout)
-        self._own.connection = connection
-        self._busy[connection] = True
-        return connection, False
+        return connection
 
     def _drop(self, connection: http.client.HTTPConnection) -> None:
         self._own.connection = None
@@ -188,8 +194,35 @@ def _wake(connection: http.client.HTTPConnection) -> None:
             connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def _headers() -> dict[str, str]:
-    key = os.environ.get("OPENAI_API_KEY")
+def _taken_apart(address: str) -> tuple[type[http.client.HTTPConnection], tuple[str, int], str]:
+    """Kind of connection, host and port, and path of an address."""
+    if "@" in address:  # and do not repeat it: this message goes to logs
+        raise ConfigError(
+            "--server: want an address without user and password; a key is read from OPENAI_API_KEY"
+        )
+    kinds = {
+        "http": (http.client.HTTPConnection, http.client.HTTP_PORT),
+        "https": (http.client.HTTPSConnection, http.client.HTTPS_PORT),
+    }
+    try:
+        parts = urlsplit(address)
+        if parts.scheme in kinds and parts.hostname and not (parts.query or parts.fragment):
+            kind, port = kinds[parts.scheme]
+            # Without a port, http.client takes what stands behind the last colon of an IPv6 host.
+            return kind, (parts.hostname, parts.port or port), parts.path
+    except ValueError:
+        pass  # no port, or a bracket left open
+    raise ConfigError(f"--server {address}: want an address as http://localhost:8000/v1")
+
+
+def _key() -> str:
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):  # http.client would repeat it in a traceback
+        raise ConfigError("OPENAI_API_KEY: holds what no header can, as a line end or an umlaut")
+    return key
+
+
+def _headers(key: str) -> dict[str, str]:
     return {
         "Content-Type": "application/json",
         **({"Authorization": f"Bearer {key}"} if key else {}),
@@ -200,9 +233,23 @@ def _spoken(error: BaseException) -> str:
     return str(getattr(error, "strerror", None) or error) or type(error).__name__
 
 
-def _told(body: bytes) -> str:
-    """The server's own words, in whichever of the usual places they are."""
-    text = body.decode(errors="replace")
+def _read(response: http.client.HTTPResponse, seconds: float) -> bytes:
+    """The whole body; servers that write blanks while they think would never time out."""
+    deadline = time.monotonic() + seconds
+    parts = []
+    with response:  # read1 leaves it open at its end, and the connection busy
+        while part := response.read1(1 << 20):
+            parts.append(part)
+            if time.monotonic() > deadline:
+                raise TimeoutError
+    if response.length:  # that are missing, which read1 does not mind
+        raise http.client.IncompleteRead(b"", response.length)
+    return b"".join(parts)
+
+
+def _told(body: bytes, *, key: str) -> str:
+    """The server's own words, in whichever of the usual places they are, but not our key."""
+    text = body.decode(errors="replace").replace(key or "\0", "(the key)")
     try:
         found = json.loads(text)
         for key in ("error", "message", "detail"):
@@ -211,7 +258,7 @@ def _told(body: bytes) -> str:
         text = found if isinstance(found, str) else json.dumps(found)
     except (ValueError, RecursionError):
         pass  # plain text, or a page of a proxy
-    return " ".join(text.split())[:200] or "no message"
+    return visible(" ".join(text[:1000].split()))[:200] or "no message"
 
 
 def _pause(retry_after: str | None) -> float | None:
@@ -235,11 +282,13 @@ def _read_reply(payload: Any) -> Reply:
         reason = choice.get("finish_reason")
         content, calls = found.get("content"), found.get("tool_calls")
         thoughts = found.get("reasoning_content") or found.get("reasoning")
-        tokens = (payload.get("usage") or {}).get("completion_tokens") or 0
-    except (LookupError, TypeError, AttributeError):
+        tokens = int((payload.get("usage") or {}).get("completion_tokens") or 0)
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError):
         raise _Unwell("its reply holds no answer") from None
-    if not isinstance(content, str | None) or not isinstance(thoughts, str | None):
+    if not (isinstance(content, str | None) and isinstance(thoughts, str | None)):
         raise _Unwell("its reply holds no text")
+    if not isinstance(calls, list | None):
+        raise _Unwell("its tool calls are no list")
     if reason in ("abort", "error"):
         raise _Unwell(f"it broke the answer off ({reason})")
     message: dict[str, Any] = {"role": "assistant", "content": content or ""}
@@ -247,4 +296,4 @@ def _read_reply(payload: Any) -> Reply:
         message["reasoning_content"] = thoughts
     if calls:
         message["tool_calls"] = calls
-    return Reply(message=message, finish_reason=reason, tokens=int(tokens))
+    return Reply(message=message, finish_reason=reason, tokens=tokens)

@@ -12,6 +12,7 @@ put back; then every text has its one place.  An answer is supervised when three
 - what stands behind its last word is what closes that turn when it is the newest one.
 """
 
+import datetime
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from dflash_cache.marks import Marks, Span
-from dflash_cache.messages import Message, SkipRow, thinks
+from dflash_cache.messages import Message, SkipRow, says_something, thinks
 
 # Templates raise for roles or orders that they do not know, each in its own way.
 TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError, ValueError, ArithmeticError)
@@ -29,6 +30,19 @@ TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError, ValueError, Arithmetic
 # With enable_thinking=False some templates end the prompt with it, and drop it from earlier turns.
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\n*")
 FORBIDS_THOUGHT = re.compile(EMPTY_THOUGHT.pattern + r"\Z")
+
+# Templates that write the date (Llama 3.2) would give other tokens tomorrow, and a build that goes
+# on, or a repair, other data.  They get the date that they name themselves where there is no
+# clock.  transformers takes no function of ours, so it is a macro.  Jinja drops the line end
+# behind it, and the template then begins as it would alone.
+TODAY = datetime.datetime(2024, 7, 26)
+DIRECTIVES = [f"%{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWcxXGuVeDFTRk"]
+FIXED_CLOCK = (
+    "{% macro strftime_now(format) -%}{{- format"
+    + "".join(f"|replace({d!r}, {TODAY.strftime(d)!r})" for d in DIRECTIVES)
+    + "".join(f"|replace('%-{d}', '{n}')" for d, n in zip("dmHMS", (26, 7, 0, 0, 0), strict=True))
+    + "|replace('%%', '%') -}}{%- endmacro %}\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +59,12 @@ class Template:
 
     def options(self, thinking: bool | None = None) -> dict[str, Any]:
         said = self.thinking if thinking is None else thinking
-        return {"tools": self.tools} | ({} if said is None else {"enable_thinking": said})
+        told: dict[str, Any] = {"tools": self.tools}
+        if said is not None:
+            told["enable_thinking"] = said
+        if "strftime_now" in (source := self.source):
+            told["chat_template"] = FIXED_CLOCK + source
+        return told
 
     def render(
         self, messages: list[Message], *, prompt: bool = False, thinking: bool | None = None
@@ -158,6 +177,43 @@ def answer_spans(
     return spans
 
 
+def context_spans(
+    template: Template, messages: list[Message], turns: list[int], *, whole: str
+) -> Iterator[Span]:
+    """Start and end of turns that nobody learns, whatever generation tags say of them.
+
+    They say nothing, or not all of what the assistant wrote in them is in the rendering.
+    """
+    marks = Marks.foreign_to(whole)
+    marked, own = list(messages), {}
+    for turn in turns:
+        marked[turn], own[turn] = marks.put_in(messages[turn])
+    skeleton = template.render(marked)
+    shown = {turn for turn in turns if all(mark in skeleton for mark in own[turn])}
+    end = len(whole)
+    for turn in reversed(range(len(messages))):
+        if messages[turn]["role"] != "assistant":
+            continue
+        sent = sent_before(template, messages, turn, whole=whole)
+        if turn not in shown and (turn in own or not says_something(messages[turn])):
+            start = _rendered_before(template, messages, turn, whole=whole)
+            if start is None and sent is None:
+                raise SkipRow("the chat template leaves out what the assistant wrote")
+            yield (sent or 0) if start is None else start, end
+        end = end if sent is None else sent
+
+
+def _rendered_before(
+    template: Template, messages: list[Message], turn: int, *, whole: str
+) -> int | None:
+    """Where a turn begins, its header included; None if that cannot be told."""
+    try:
+        before = template.render(messages[:turn]) if turn else ""
+    except TEMPLATE_ERRORS:
+        return None
+    return len(before) if whole.startswith(before) else None
+
+
 def sent_before(
     template: Template, messages: list[Message], turn: int, *, whole: str
 ) -> int | None:
@@ -185,5 +241,5 @@ def _end_of_turn(tokenizer: Any, text: str) -> int:
     if tokenizer.eos_token and tokenizer.eos_token in text:
         return text.rindex(tokenizer.eos_token) + len(str(tokenizer.eos_token))
     bare = text.rstrip()
-    specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return len(bare) if any(bare.endswith(token) for token in specials) else len(text)
+    added = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
+    return len(bare) if bare.endswith(added) else len(text)

@@ -114,7 +114,8 @@ def _encode_many(
 ) -> EncodedRows:
     folder = cache_folder() / identity()
     if (kept := _read(folder)) is not None:
-        os.utime(folder)  # it was used
+        with contextlib.suppress(OSError):  # somebody else's folder, or a disk to read only
+            os.utime(folder)  # it was used
         return kept
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -195,7 +196,12 @@ def _read(folder: Path) -> EncodedRows | None:
         tokens = int(ends[-1])
         ids = _mapped(folder / "ids.bin", np.dtype(np.int32), tokens)
         mask = _mapped(folder / "mask.bin", np.dtype(np.bool_), tokens)
-    except (OSError, ValueError, LookupError):  # half deleted, or the machine lost its power
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        LookupError,
+    ):  # half deleted, or the machine lost its power
         return None
     reasons = map(sys.intern, columns["reason"])
     facts = list(zip(reasons, columns["opening"], columns["chat"], strict=True))

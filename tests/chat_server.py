@@ -142,6 +142,14 @@ class Handler(BaseHTTPRequestHandler):
         elif action == "half":
             self.send(200, payload, cut=20)
             self.close_connection = True
+        elif action == "ok, and close":
+            self.send(200, payload, {"Connection": "close"})
+        elif action == "drip":
+            self.drip()
+        elif action == "stream":
+            self.send(200, b"data: [DONE]\n\n", {"Content-Type": "text/event-stream"})
+        elif action == "echo the key":
+            self.send(401, {"detail": f"not for {self.headers['Authorization']}"})
         elif action == "garbage":
             self.send(200, b"<html>no model here")
         elif action == "no choices":
@@ -159,6 +167,17 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body[: len(body) - cut])
+
+    def drip(self):
+        """Blanks for two seconds, as some servers send while they think."""
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for _ in range(20):
+            self.wfile.write(b"1\r\n \r\n")
+            self.wfile.flush()
+            time.sleep(0.1)
+        self.close_connection = True
 
     def log_message(self, *_):
         """Nobody reads it."""

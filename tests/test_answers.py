@@ -1,5 +1,7 @@
 """`dflash cache answers` against servers in other processes: scripted ones, and the real target."""
 
+import errno
+import io
 import json
 import re
 import shutil
@@ -13,12 +15,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from conftest import make_tokenizer, write_jsonl
+from conftest import make_tokenizer, tiny_build, write_jsonl
 
-from dflash_cache import answers, server
+from dflash_cache import answer_file, answers, server
 from dflash_cache.answers import repeats_itself, write_answers
+from dflash_cache.build import build_cache
 from dflash_cache.config import AnswersConfig
-from dflash_cache.errors import CacheBusyError, ConfigError, DataError
+from dflash_cache.errors import CacheBusyError, ConfigError, DataError, DiskFullError
+from dflash_cache.reader import CacheReader
 from dflash_cache.rows import iter_rows
 from dflash_cache.samples import encode_row
 from dflash_cache.server import ServerError
@@ -127,6 +131,16 @@ def test_chats_of_every_form_are_answered_and_feed_the_build(config):
         assert tokenizer.decode(ids[mask]) == row["messages"][-1]["content"] + "<|im_end|>"
 
 
+def test_the_cache_build_takes_what_comes_out(config, tiny_target, tmp_path):
+    said_so = "🤖 one\u2028two <|im_end|>\x00" + " ".join(str(n) for n in range(20))
+    turns = [turn("user", "a"), turn("assistant", ""), turn("user", script(say=LOOP))]
+    options = config([{"say": said_so}, {"messages": turns}, {"text": "none"}])
+    assert write_answers(options)["written"] == 2
+    assert said(options.out)[0] == [said_so]
+    build_cache(tiny_build(tiny_target, options.out, tmp_path / "cache", max_skipped=0.0))
+    assert CacheReader(tmp_path / "cache").manifest.samples == 2
+
+
 def test_each_turn_is_asked_behind_the_new_answers(chat, config):
     old = turn("assistant", "old")
     row = {"messages": [turn("system", "s"), turn("user", "a"), old, turn("user", "b"), old]}
@@ -212,6 +226,61 @@ def test_a_connection_that_went_stale_is_no_failure(chat, config):
     assert (summary["written"], summary["failed"]) == (4, 0)
 
 
+def test_a_request_that_a_server_worked_on_is_no_stale_connection(chat, config, monkeypatch):
+    monkeypatch.setattr(server, "AT_ONCE", 0.2)
+    options = config([{"n": 0}, {"do": ["hang up"], "seconds": 0.6}], retries=0, concurrency=1)
+    assert write_answers(options)["failed"] == 1
+    assert list(chat.seen["asked"].values()) == [1, 1]
+
+
+def test_a_server_that_closes_every_connection_has_as_long_for_answers(chat, config, monkeypatch):
+    monkeypatch.setattr(server, "CONNECT_SECONDS", 0.2)
+    rows = [{"do": ["ok, and close"], "n": n, "seconds": 0.5} for n in range(3)]
+    assert write_answers(config(rows, retries=0, concurrency=1))["failures"] == {}
+    assert chat.seen["connections"] == 3
+
+
+def test_a_server_that_streams_is_told_at_once(chat, config):
+    rows = [{"do": ["stream"], "n": n} for n in range(20)]
+    with pytest.raises(ServerError, match="streams, though asked for whole answers"):
+        write_answers(config(rows, concurrency=2))
+    assert sum(chat.seen["asked"].values()) < 6
+
+
+def test_blanks_while_a_server_thinks_do_not_hold_up_the_timeout(config):
+    summary = write_answers(config([{"do": ["drip"]}], timeout=0.5))
+    assert summary["failures"] == {"no answer in 0.5 s": 1}
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        ([], "no answer"),
+        ({"choices": [{"message": "hi"}]}, "no answer"),
+        ({"choices": [{"message": {"content": "a"}}], "usage": 3}, "no answer"),
+        ({"choices": [{"message": {"content": "a"}}], "usage": {"completion_tokens": "b"}}, "no a"),
+        ({"choices": [{"message": {"content": ["a"]}}]}, "no text"),
+        ({"choices": [{"message": {"content": "a", "reasoning": {"b": 1}}}]}, "no text"),
+        ({"choices": [{"message": {"content": "a", "tool_calls": "b"}}]}, "no list"),
+    ],
+)
+def test_a_reply_of_another_shape_is_a_failure_that_may_pass(reply, told):
+    with pytest.raises(server._Unwell, match=told):
+        server._read_reply(reply)
+
+
+def test_the_first_of_several_choices_is_the_answer_and_nobody_needs_to_count():
+    choices = [{"message": {"content": content}} for content in ("a", "b")]
+    reply = server._read_reply({"choices": choices})
+    assert (reply.message["content"], reply.finish_reason, reply.tokens) == ("a", None, 0)
+
+
+def test_failures_that_differ_in_numbers_and_ids_are_one_reason_without_colours(config):
+    rows = [{"do": [f"400 \x1b[31mrequest a{n}-{n}f"]} for n in range(3)]
+    summary = write_answers(config(rows, concurrency=1))
+    assert summary["failures"] == {"HTTP 400: \\x1b[31mrequest a0-0f": 3}
+
+
 def test_a_refused_row_fails_at_once_and_is_asked_again_by_the_next_run(chat, config):
     rows = [{"do": [f"400 {n}000 tokens are too many", "ok"], "n": n} for n in (3, 4)]
     options = config([*rows, {"say": "fine"}], concurrency=1)
@@ -261,10 +330,66 @@ def test_a_server_that_is_not_there_is_one_error_and_leaves_nothing(config, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-@pytest.mark.parametrize("address", ["localhost:8000", "ftp://x/v1", "http://", "http://h:port"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "localhost:8000",
+        "ftp://x/v1",
+        "http://",
+        "http://h:port",
+        "http://[::1/v1",
+        "http://h/v1?a=1",
+    ],
+)
 def test_an_address_that_is_none_is_refused(config, address):
     with pytest.raises(ConfigError, match="want an address as http"):
         write_answers(config([{"n": 1}], server=address))
+
+
+def test_a_name_that_is_no_host_is_one_error(config):
+    with pytest.raises(ServerError, match=r"label empty.*is this its address"):
+        write_answers(config([{"n": 1}], server="http://a..b/v1"))
+
+
+@pytest.mark.parametrize(
+    "address", ["http://me:secret@h/v1", "http://me:secret@h:x", "me:secret@h"]
+)
+def test_a_password_in_an_address_is_refused_and_not_repeated(config, address):
+    with pytest.raises(ConfigError, match="without user and password") as refused:
+        write_answers(config([{"n": 1}], server=address))
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "place"),
+    [
+        ("http://h/a/v1/", ("h", 80, "/a/v1")),
+        ("https://h", ("h", 443, "")),
+        ("http://[::1]/v1", ("::1", 80, "/v1")),
+        ("https://[::1]:8000/v1", ("::1", 8000, "/v1")),
+    ],
+)
+def test_an_address_leads_to_host_port_and_path(address, place):
+    opened = server.Server(address, timeout=1, retries=0)
+    connection = opened._kind(*opened._place)
+    assert (connection.host, connection.port, opened._path) == place
+
+
+@pytest.mark.parametrize("key", ["sec\nret", "sécret"])
+def test_a_key_that_is_none_is_refused_and_not_repeated(config, monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY") as refused:
+        write_answers(config([{"n": 1}]))
+    assert "ret" not in str(refused.value)
+
+
+def test_the_key_is_sent_and_written_nowhere(chat, config, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
+    options = config([{"n": 1}, {"do": ["echo the key"]}], concurrency=1)
+    with pytest.raises(ServerError, match=r"not for Bearer \(the key\)"):
+        write_answers(options)
+    assert set(chat.seen["keys"]) == {"Bearer secret"}
+    assert not any(b"secret" in path.read_bytes() for path in options.out.parent.iterdir())
 
 
 def test_one_of_several_models_has_to_be_named(chat, config):
@@ -460,6 +585,46 @@ def test_going_on_with_other_settings_is_refused_by_name(config, changed, told):
         write_answers(config(rows, **changed))
 
 
+def test_another_model_is_refused_though_nothing_is_left_to_ask(config):
+    write_answers(config([{"n": 1}]))
+    with pytest.raises(DataError, match="begun with model 'target', this run has model 'other'"):
+        write_answers(config([{"n": 1}], model="other"))
+
+
+def test_dropped_rows_of_answers_that_were_removed_are_not_believed(config):
+    options = config([{"say": LOOP}, {"n": 1}])
+    write_answers(options)
+    options.out.unlink()
+    options.out.with_name("answers.jsonl.settings.json").unlink()
+    with pytest.raises(DataError, match=r"dropped\.jsonl: exists and was not begun"):
+        write_answers(options)
+
+
+def test_a_full_disk_keeps_whole_lines_and_the_next_run_goes_on(chat, config, monkeypatch):
+    class FullDisk(io.FileIO):
+        def write(self, line):
+            if self.tell() > 0:
+                super().write(line[: len(line) // 2])
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(line)
+
+    real_open = open
+    options = config([{"n": n} for n in range(3)], concurrency=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            answer_file,
+            "open",
+            lambda path, mode: (FullDisk if mode == "ab" else real_open)(path, mode),
+            raising=False,
+        )
+        with pytest.raises(DiskFullError, match="All finished rows are kept"):
+            write_answers(options)
+    assert options.out.read_bytes().count(b"\n") == 1
+    assert write_answers(options)["written"] == 3
+    assert [row["row"] for row in lines(options.out)] == [0, 1, 2]
+    assert min(chat.seen["asked"].values()) == 1  # the row that was written
+
+
 def test_going_on_with_other_rows_is_refused(config):
     write_answers(config([{"n": 1}]))
     with pytest.raises(DataError, match="begun with data_sha256"):
@@ -539,9 +704,7 @@ def real_target() -> Path:
 def test_greedy_answers_are_what_the_target_generates_and_agrees_with(real_target, tmp_path):
     import torch
 
-    from dflash_cache.build import build_cache
     from dflash_cache.config import BuildConfig
-    from dflash_cache.reader import CacheReader
     from dflash_cache.target import load_target
 
     prompts = ["Name three colours.", "What is the capital of France?", "Say hello in French."]

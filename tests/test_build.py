@@ -19,7 +19,7 @@ from faults import every_failure
 from transformers import LlamaForCausalLM
 
 from dflash_cache import build, extraction, ledger
-from dflash_cache.build import build_cache
+from dflash_cache.build import build_cache, options_of
 from dflash_cache.config import ENCODING_NAMES, BuildConfig
 from dflash_cache.describe import describe_cache, describe_plan
 from dflash_cache.encodings import relative_l2
@@ -629,3 +629,16 @@ def test_info_of_a_damaged_seal_is_an_error(small):
     (config.out / "manifest.json").write_text("{")
     with pytest.raises(CacheError, match="not a manifest"):
         describe_cache(config.out)
+
+
+def test_places_that_a_repair_needs_are_kept_as_seen_from_anywhere(tmp_path, monkeypatch):
+    for name in ("target", "rows.jsonl", "prompts.jsonl"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    config = BuildConfig(
+        target="target", data="rows.jsonl", exclude="prompts.jsonl", out=tmp_path / "cache"
+    )
+    kept = options_of(config)
+    assert [kept[name] for name in ("target", "data", "exclude")] == [
+        str(tmp_path / name) for name in ("target", "rows.jsonl", "prompts.jsonl")
+    ]

@@ -2,7 +2,20 @@
 
 import numpy as np
 import pytest
-from conftest import CHATML, chat_rows, make_tokenizer
+from conftest import CHATML, TEXT, chat_rows, make_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from tokenizers.processors import ByteLevel, TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dflash_cache.chat import ChatOptions, SkipRow, encode_chat, encode_prompt, encode_text
@@ -150,6 +163,165 @@ def test_before_every_answer_stand_exactly_the_tokens_that_a_server_sends(templa
         turns = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
         for turn, span in zip(turns, spans(mask), strict=True):
             assert ids[: span.start].tolist() == served_prompt(tokenizer, chat[:turn])
+
+
+def byte_level(*, trimmed: bool, template: str = CHATML) -> PreTrainedTokenizerFast:
+    """As GPT-NeoX, OLMo and RoBERTa have it, `trimmed` leaves the blanks out of the offsets."""
+    tokenizer = make_tokenizer(template=template)
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=trimmed)
+    return tokenizer
+
+
+BLANKS = st.text(alphabet=" \n\tae\u00e9\u65e5\U0001f642\u2028", min_size=1, max_size=12)
+ENDS_AT_BLANKS = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED, ENDS_AT_BLANKS])
+@given(answers=st.lists(BLANKS.filter(str.strip), min_size=1, max_size=3))
+def test_offsets_without_their_blanks_make_no_other_mask(template, answers):
+    chat = [turn for text in answers for turn in (say("user", "the"), say("assistant", text))]
+    ids, mask = encode_chat(byte_level(trimmed=True, template=template), chat)
+    wanted = encode_chat(byte_level(trimmed=False, template=template), chat)
+    assert [ids.tolist(), mask.tolist()] == [x.tolist() for x in wanted]
+
+
+def sentence_pieces(normalizer, pre_tokenizer=None) -> PreTrainedTokenizerFast:
+    """As Llama 2, Mistral and Gemma have it: blanks are marked, unknown characters are bytes."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    if normalizer:
+        core.normalizer = normalizer
+    if pre_tokenizer:
+        core.pre_tokenizer = pre_tokenizer
+    specials = ["<unk>", "<|im_start|>", "<|im_end|>", *bytes_]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, show_progress=False)
+    core.train_from_iterator([TEXT] * 4, trainer)
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+MARKS_BLANKS = normalizers.Replace(" ", "\u2581")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        (normalizers.Sequence([normalizers.Prepend("\u2581"), MARKS_BLANKS]),),
+        (None, pre_tokenizers.Metaspace(prepend_scheme="first")),
+        (None, pre_tokenizers.Metaspace(prepend_scheme="always")),
+        (normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), MARKS_BLANKS]),),
+    ],
+    ids=["prepended", "first", "always", "normalised"],
+)
+def test_tokenizers_that_mark_blanks_or_normalise_lose_no_token(kind):
+    tokenizer = sentence_pieces(*kind)
+    answers = ["  the\n\n cat  \u65e5\U0001f642 ", "\ufb01 \u0130 \u338f e\u0301 run", "\u65e5"]
+    chat = [
+        turn for text in answers for turn in (say("user", "\ufb01 \u65e5"), say("assistant", text))
+    ]
+    ids, mask = encode_chat(tokenizer, chat)
+    normalize = tokenizer.backend_tokenizer.normalizer
+    found = [text.removesuffix("<|im_end|>") for text in supervised_texts(tokenizer, ids, mask)]
+    if normalize is not None and "Lowercase" in str(normalize):
+        answers = [normalize.normalize_str(text).replace("\u2581", " ") for text in answers]
+    assert found == answers
+    assert (ids[mask] == tokenizer.eos_token_id).sum() == 3
+
+
+@pytest.mark.parametrize("special", [True, False])  # some fine-tuned models add a plain token
+@pytest.mark.parametrize("swallows", [{}, {"lstrip": True}, {"rstrip": True}])
+def test_an_end_token_that_swallows_white_space_is_supervised(swallows, special):
+    tokenizer = make_tokenizer(template=CHATML.replace("<|im_end|>", "<|end|>"))
+    tokenizer.add_tokens([AddedToken("<|end|>", special=special, normalized=False, **swallows)])
+    chat = [*LONG_CHAT[1:3], say("user", "and"), say("assistant", "saw three")]
+    ids, mask = encode_chat(tokenizer, chat)
+    assert supervised_texts(tokenizer, ids, mask) == ["on a mat<|end|>", "saw three<|end|>"]
+
+
+def test_a_token_that_goes_on_with_the_white_space_of_the_template_is_not_supervised():
+    # No end token: the newline is the template's, and "mat\n" is one token.
+    template = (
+        "{% for m in messages %}{{ m.role + ':' + m.content }}"
+        "{{ '\n' if not loop.last }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\nassistant:' }}{% endif %}"
+    )
+    core = Tokenizer(models.WordLevel({"[UNK]": 0, "cat\n": 1, "mat": 2, " ": 3}, "[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"cat\n|mat| |[^ ]"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]")
+    tokenizer.chat_template = template
+    chat = [say("user", "q"), say("assistant", "mat cat"), say("user", "q")]
+    chat += [say("assistant", "mat mat")]
+    ids, mask = encode_chat(tokenizer, chat)
+    assert 1 in ids
+    assert ids[mask].tolist() == [2, 3, 2, 3, 2]
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED])
+@pytest.mark.parametrize(
+    "opening", ["", "\n", " \n\n", "  {% if true %}{% endif %}", "\n  {{- '' }}"]
+)
+def test_a_template_that_writes_the_time_gives_the_same_tokens_at_any_time(template, opening):
+    clock = "{{ strftime_now('%d %b %Y %H:%M:%S.%f %-d %A %j 9%%') if strftime_now is defined }}"
+    dated = make_tokenizer(template=opening + clock + template)
+    ids, mask = encode_chat(dated, LONG_CHAT)
+    assert len(spans(mask)) == 2
+    asked = encode_prompt(dated, LONG_CHAT[:2])
+    assert asked == ids[: spans(mask)[0].start].tolist()
+    told = "{{ '26 Jul 2024 00:00:00.000000 26 Friday 208 9%' }}"
+    wanted = encode_chat(make_tokenizer(template=opening + told + template), LONG_CHAT)
+    assert [ids.tolist(), mask.tolist()] == [x.tolist() for x in wanted]
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED])
+def test_the_first_token_stands_once_though_template_and_tokenizer_add_it(template):
+    tokenizer = make_tokenizer(template="{{ bos_token }}" + template)
+    tokenizer.bos_token = "<spare>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<spare> $A", special_tokens=[("<spare>", tokenizer.bos_token_id)]
+    )
+    assert tokenizer("the")["input_ids"][0] == tokenizer.bos_token_id
+    ids, mask = encode_chat(tokenizer, LONG_CHAT)
+    assert ids[0] == tokenizer.bos_token_id
+    assert (ids == tokenizer.bos_token_id).sum() == 1
+    assert encode_prompt(tokenizer, LONG_CHAT[:2]) == ids[: spans(mask)[0].start].tolist()
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_the_end_token_of_an_empty_answer_is_not_supervised(place):
+    chat = [say("user", "the"), say("assistant", "cat"), say("user", "and"), say("assistant", "on")]
+    chat[place:place] = [say("user", "why"), say("assistant", " ")]
+    opens = TAGGED.replace("{% generation %}", "{% generation %}{{ '<think></think>' }}")
+    for template in (CHATML, TAGGED, opens.replace("assistant\n'", "assistant\n<think></think>'")):
+        tokenizer = make_tokenizer(template=template)
+        ids, mask = encode_chat(tokenizer, chat)
+        assert supervised_texts(tokenizer, ids, mask) == ["cat<|im_end|>", "on<|im_end|>"]
+        ids, mask = encode_chat(tokenizer, chat, options=ChatOptions(last_turn_only=True))
+        assert supervised_texts(tokenizer, ids, mask) == ["on<|im_end|>"]
+
+
+def test_generation_tags_around_an_answer_without_its_thought_are_context():
+    kept = "(message.content if loop.last else message.content.split('</think>')[-1])"
+    forgets = TAGGED.replace("generation %}{{ message['content']", "generation %}{{ " + kept)
+    assert forgets != TAGGED
+    tokenizer = make_tokenizer(template=forgets)
+    thoughtful = say("assistant", "a cat</think>a mat")
+    chat = [say("user", "the"), thoughtful, say("user", "dogs"), say("assistant", "run")]
+    ids, mask = encode_chat(tokenizer, chat)
+    assert supervised_texts(tokenizer, ids, mask) == ["run<|im_end|>"]
+    ids, mask = encode_chat(tokenizer, chat[:2])
+    assert supervised_texts(tokenizer, ids, mask) == ["a cat</think>a mat<|im_end|>"]
 
 
 def test_tools_are_rendered_into_the_prompt_and_not_supervised():

@@ -87,6 +87,13 @@ def test_words_that_most_prompts_share_find_nothing():
     assert not repeats(chat(f"{same} How far is the moon from here?", "ok"), *prompts)
 
 
+def test_a_prompt_of_common_words_and_one_of_its_own_is_compared_as_a_whole():
+    nouns = ["why", "who", "when", "where", "what", "how"]
+    prompts = [f"Answer the following question step by step: {noun}?" for noun in nouns]
+    assert repeats(chat(prompts[0], "ok"), *prompts)
+    assert not repeats(chat("Now another question step by step: why do cats purr?"), *prompts)
+
+
 def test_a_prompt_without_words_is_compared_by_its_characters():
     assert repeats(chat("? !", "ok"), "?  !")
     assert not repeats(chat("?", "ok"), "! ?")

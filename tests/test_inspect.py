@@ -458,6 +458,15 @@ def test_a_page_in_no_folder_is_refused_before_the_work(tmp_path):
         inspect_cache(InspectConfig(cache="none", html=tmp_path / "none" / "page.html"))
 
 
+def test_a_page_that_cannot_be_written_is_one_message(look, tmp_path, monkeypatch):
+    def refuse(path, payload):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(inspect, "write_file", refuse)
+    with pytest.raises(ConfigError, match=r"page.html: cannot be written \(Permission denied\)"):
+        look(html=tmp_path / "page.html")
+
+
 # --- the command --------------------------------------------------------------------------------
 
 

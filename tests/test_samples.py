@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,6 +109,15 @@ def test_rows_without_a_chat_need_no_chat_template():
     bare = make_tokenizer()
     bare.chat_template = None
     assert encode_row(GOOD, bare)[1].all()
+
+
+def test_a_developer_is_a_system_by_its_newer_name(tokenizer):
+    chats = [
+        {"messages": [{"role": role, "content": "the dog"}, *CHAT[1:]]}
+        for role in ("developer", "system")
+    ]
+    newer, older = (encode_row(chat, tokenizer) for chat in chats)
+    assert newer[0].tolist() == older[0].tolist()
 
 
 # --- skips --------------------------------------------------------------------------------------
@@ -259,6 +269,77 @@ def test_chats_without_thoughts_are_skipped_where_thoughts_are_wanted(load):
     assert sum(found.skipped.values()) == 1
 
 
+def think(text: str, thought: str) -> dict:
+    return {"role": "assistant", "content": f"<think>{thought}</think>{text}"}
+
+
+def test_thoughts_are_kept_left_out_or_wanted_as_the_option_says(load, tokenizer):
+    thoughtful = {"messages": [*CHAT[:2], think("sat", "one two")]}
+    rows = [thoughtful, {"messages": CHAT}]
+    for thinking, wanted in {
+        "as-is": ["<think>one two</think>sat<|im_end|>", "sat on a mat<|im_end|>"],
+        "on": ["<think>one two</think>sat<|im_end|>"],
+        "off": ["sat<|im_end|>", "sat on a mat<|im_end|>"],
+    }.items():
+        found = load(rows, thinking=thinking, max_skipped=0.5)
+        assert [tokenizer.decode(s.input_ids[s.loss_mask]) for s in found.samples] == wanted
+        told = {"no thoughts in the last answer": 1} if thinking == "on" else {}
+        assert found.skipped == told
+
+
+@given(data=st.data())
+def test_a_cut_chat_ends_with_the_end_token_of_an_answer(tmp_path_factory, tokenizer, data):
+    some = st.sampled_from(["the cat", "sat\n\non a mat ", "\u65e5\u672c \U0001f642", "far"])
+    turns = [
+        {"role": role, "content": data.draw(some)}
+        for _ in range(data.draw(st.integers(1, 5)))
+        for role in ("user", "assistant")
+    ]
+    whole_ids, whole_mask = encode_row({"messages": turns}, tokenizer)
+    longest = data.draw(st.integers(2, len(whole_ids)))
+    folder = tmp_path_factory.mktemp("rows")
+    rows = write_jsonl(folder / "rows.jsonl", [{"messages": turns}, ready("11")])
+    config = BuildConfig(
+        target="-",
+        data=str(rows),
+        out=folder,
+        max_skipped=1.0,
+        max_length=longest,
+        too_long="cut",
+    )
+    found = load_samples(config, tokenizer, vocab_size=310, max_positions=512)
+    ends = np.flatnonzero(whole_mask & (whole_ids == tokenizer.eos_token_id)) + 1
+    fitting = ends[ends <= longest]
+    cut = [sample for sample in found.samples if sample.sample_id == 0]
+    assert [sample.length for sample in cut] == fitting[-1:].tolist()
+    for sample in cut:
+        assert sample.input_ids.tolist() == whole_ids[: sample.length].tolist()
+        assert sample.loss_mask.tolist() == whole_mask[: sample.length].tolist()
+
+
+def test_a_cache_whose_groups_another_version_named_serves_and_refuses_a_repair(
+    tiny_cache, tmp_path, monkeypatch
+):
+    """Its tokens are as they were; units of two namings in one cache would split its chats."""
+    from dflash_cache import samples
+    from dflash_cache.errors import CacheMismatchError
+    from dflash_cache.reader import CacheReader
+    from dflash_cache.repair import repair_cache
+    from dflash_cache.verify import inspect_cache
+
+    cache = tmp_path / "cache"
+    shutil.copytree(tiny_cache, cache)
+    monkeypatch.setattr(samples, "joined_groups", lambda openings, _: ["g" + o for o in openings])
+    assert repair_cache(cache, device="cpu") == {"ok": True, "units_repaired": 0, "problems": []}
+    CacheReader(cache)
+    shutil.rmtree(next((cache / "units").glob("*/*")))
+    before = sorted(path for path in cache.rglob("*") if path.is_file())
+    with pytest.raises(CacheMismatchError, match="begun with data_sha256 = "):
+        repair_cache(cache, device="cpu")
+    assert sorted(path for path in cache.rglob("*") if path.is_file()) == before
+    assert len(inspect_cache(cache).damaged_units) == 1
+
+
 def test_rows_of_one_name_are_all_kept(load):
     rows = [{**GOOD, "id": "same"}, {"text": "one two three", "id": "same"}, {**GOOD, "id": "same"}]
     found = load(rows)
@@ -313,6 +394,15 @@ def test_above_max_skipped_the_build_stops_and_tells_all_reasons(load):
     )
     with pytest.raises(DataError, match=re.escape(told)):
         load(rows, max_skipped=0.25)
+
+
+def test_a_message_tells_the_most_frequent_of_many_reasons(load):
+    roles = [f"guest {n}" for n in range(30)] + ["guest 7"]
+    rows = [{"messages": [{"role": role, "content": "x"}]} for role in roles]
+    with pytest.raises(
+        DataError, match=r"\(2 unknown role 'guest 7'; .*; 18 for 18 other reasons\)"
+    ):
+        load(rows)
 
 
 def test_when_all_rows_are_skipped_no_share_helps(load):

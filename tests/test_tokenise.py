@@ -1,6 +1,7 @@
 """Many rows go through other processes and a folder; that changes the time and nothing else."""
 
 import dataclasses
+import errno
 import multiprocessing
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import chat_rows, make_tokenizer, write_jsonl
+from conftest import CHATML, chat_rows, make_tokenizer, write_jsonl
 
 from dflash_cache import tokenise
 from dflash_cache.chat import ChatOptions
@@ -114,13 +115,15 @@ def test_kept_tokens_may_be_written_to_without_changing_the_file(tmp_path, rows,
 
 
 @pytest.mark.parametrize("name", ["ids.bin", "mask.bin", "ends.npy", "facts.parquet"])
-@pytest.mark.parametrize("damage", ["cut", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "empty"])
 def test_a_damaged_folder_is_made_anew(tmp_path, rows, here, cache, name, damage):
     config = configured(tmp_path, rows)
     load(config)
     (kept,) = cache.iterdir()
     size = (kept / name).stat().st_size
-    (kept / name).unlink() if damage == "gone" else os.truncate(kept / name, size // 2)
+    (kept / name).unlink() if damage == "gone" else os.truncate(
+        kept / name, size // 2 if damage == "cut" else 0
+    )
     assert same(load(config), here)
     assert (kept / name).stat().st_size == size
 
@@ -157,6 +160,26 @@ def test_a_use_counts(tmp_path, rows, cache):
     os.utime(kept, (0, 0))
     load(config)
     assert kept.stat().st_mtime > time.time() - 3600
+
+
+def test_kept_tokens_of_a_folder_that_cannot_be_written_are_read(tmp_path, rows, here, monkeypatch):
+    config = configured(tmp_path, rows)
+    load(config)
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("utime", "mkdir", "rename", "rmdir", "unlink"):
+        monkeypatch.setattr(os, name, read_only)
+    assert same(load(config), here)
+
+
+def test_a_template_that_writes_the_date_keeps_its_tokens_and_their_name(tmp_path, rows):
+    dated = make_tokenizer(template="{{ strftime_now('%d %b %Y') }}\n" + CHATML)
+    config = configured(tmp_path, rows)
+    found = load(config, dated)
+    assert "26 Jul 2024" in dated.decode(found.samples[0].input_ids)
+    assert same(load(dataclasses.replace(config, max_samples=1000), dated), found)  # anew
 
 
 # --- what the kept tokens are found by ----------------------------------------------------------
