@@ -82,6 +82,7 @@ class GraphStep:
                 for turn in turns:
                     self.trainer.train(self.input, turn)
         torch.cuda.current_stream(self.device).wait_stream(side)
+        optimizer.begin()  # the warm-up's gradients would stay beside the graph's own
         pool = torch.cuda.graph_pool_handle()
         for turn in turns:
             graph = torch.cuda.CUDAGraph()
