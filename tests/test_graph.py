@@ -110,6 +110,7 @@ def assert_near(found, wanted, *, share):
 
 
 def test_compiled_pieces_compute_the_same_and_are_shared_by_the_layers():
+    torch._dynamo.reset()  # what another test has compiled is not compiled here again
     pieces = compiled(Pieces(sight=DenseSight.of), backend="aot_eager")
     plain, fused = (EagerStep(trainer(p, device=CPU)) for p in (Pieces(), pieces))
     before = compilations()
