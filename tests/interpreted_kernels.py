@@ -221,6 +221,7 @@ def test_the_operator_keeps_what_it_promises_to_torch():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Guards may run slower")  # Python 3.13.0
 def test_a_layer_compiles_into_one_graph():
     case = Case(lengths=[30], anchors=[(0, 3), (0, 20)], group=2)
     sight = BlockSight.of(case.blocks, case.look)

@@ -128,6 +128,7 @@ class Compiled:
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Triton's syntax trees, in Python 3.13
 @pytest.mark.parametrize(
     ("heads", "size", "d", "count", "context"),
     [
