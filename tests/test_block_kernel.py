@@ -69,7 +69,7 @@ def test_tensors_on_a_cpu_are_refused():
         ({"head_size": 512}, "has 512; choose --attention flex"),
         ({"group": 32}, "16 slots x 32 heads of 128 channels .* choose --attention flex"),
         ({"block_size": 100}, "up to 32 slots, .* of 100; choose --attention flex"),
-        ({"itemsize": 4, "group": 16}, "take 128 KiB, and 64 fit"),
+        ({"itemsize": 4, "group": 16}, "take 128 KiB, and 32 fit"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_what_to_do(sizes, told):
@@ -132,8 +132,10 @@ class Compiled:
 @pytest.mark.parametrize(
     ("heads", "size", "d", "count", "context"),
     [
-        (32, 16, 128, 40, 512),  # the largest that are not refused, each in its way
-        (16, 16, 256, 40, 512),
+        (8, 16, 128, 40, 512),  # what most drafters have
+        (16, 16, 128, 40, 512),  # the largest that are not refused, each in its way
+        (8, 32, 128, 40, 512),
+        (8, 16, 256, 40, 512),
         (6, 7, 16, 1, 1),  # the least
     ],
 )
