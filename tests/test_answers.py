@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from conftest import make_tokenizer, tiny_build, write_jsonl
+from conftest import QUICKSTART, make_tokenizer, tiny_build, write_jsonl
 
 from dflash_cache import answer_file, answers, server
 from dflash_cache.answers import repeats_itself, write_answers
@@ -29,7 +29,7 @@ from dflash_cache.server import ServerError
 from dflash_cli.main import main
 
 HERE = Path(__file__).parent
-QUICKSTART = HERE.parent / "examples" / "quickstart"
+
 LOOP = "and then the dog ran to the cat " * 40
 
 
@@ -685,19 +685,6 @@ def test_the_command_prints_one_json_object_and_one_error(chat, config):
 
 
 # --- the real target ---
-
-
-@pytest.fixture(scope="module")
-def real_target() -> Path:
-    out = QUICKSTART / "work" / "SmolLM2-135M-Instruct"
-    words = [sys.executable, str(QUICKSTART / "fetch_target.py"), "--out", str(out)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1]
-        if "could not download" in reason:
-            pytest.skip(f"the real target is not to be had: {reason}")
-        pytest.fail(done.stderr)
-    return out
 
 
 @pytest.mark.realmodel

