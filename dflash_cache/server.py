@@ -149,6 +149,9 @@ class Server:
                     self._drop(connection)
                 else:
                     self._busy[connection] = False
+                    # Looked at after that line, as in `_connection`: it is closed there or here.
+                    if self._closed.is_set():
+                        self._drop(connection)
                 return found
             except TimeoutError:
                 self._drop(connection)

@@ -240,6 +240,22 @@ def test_a_server_that_closes_every_connection_has_as_long_for_answers(chat, con
     assert chat.seen["connections"] == 3
 
 
+def test_a_server_closed_as_an_answer_ends_leaves_no_connection_open(chat, monkeypatch):
+    made = []
+    read = server._read
+
+    def read_and_close(response, seconds):
+        body = read(response, seconds)
+        made.extend(opened._busy)
+        opened.__exit__()  # in another thread, as a rule: the reader has not said that it is done
+        return body
+
+    monkeypatch.setattr(server, "_read", read_and_close)
+    opened = server.Server(chat.address, timeout=5, retries=0)
+    opened.models()
+    assert [connection.sock for connection in made] == [None]
+
+
 def test_a_server_that_streams_is_told_at_once(chat, config):
     rows = [{"do": ["stream"], "n": n} for n in range(20)]
     with pytest.raises(ServerError, match="streams, though asked for whole answers"):
