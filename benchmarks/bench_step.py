@@ -37,14 +37,17 @@ LR = 1e-5
 def main() -> None:
     args = parse_args()
     end_on_sigterm()
+    shape = {"parts": args.parts, "attention": args.attention, "microbatch": args.microbatch,
+             "loss_chunk": args.chunk, "repeats": args.repeats}  # fmt: skip
     figures: dict[str, float] = {}
+    done: list[str] = []
     for part in args.parts.split(","):
         say(f"--- {part}")
         figures |= MEASURE[part](args)
+        done.append(part)
+        # After every part: what was measured stays, should a later one fail.
+        publish(result("step", {**shape, "parts": ",".join(done)}, figures), args.out)
         torch.cuda.empty_cache()
-    shape = {"parts": args.parts, "attention": args.attention, "microbatch": args.microbatch,
-             "loss_chunk": args.chunk, "repeats": args.repeats}  # fmt: skip
-    publish(result("step", shape, figures), args.out)
 
 
 def parse_args() -> Namespace:
