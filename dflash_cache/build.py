@@ -10,19 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from dflash_cache import ledger, lock, proofs, store, sweep, unit_reader, workers
+from dflash_cache import ledger, lock, store, sweep, workers
 from dflash_cache.buckets import UnitPlan
-from dflash_cache.codec import Codec, left_codec, stored_codec
+from dflash_cache.codec import Codec, left_codec
 from dflash_cache.config import BuildConfig
 from dflash_cache.devices import pick_device
 from dflash_cache.disk import full_disk_is_told
-from dflash_cache.encodings import ENCODINGS
-from dflash_cache.extraction import codec_for, extract, lone_states, progress_bar
+from dflash_cache.evidence import prove
+from dflash_cache.extraction import codec_for, extract, progress_bar
 from dflash_cache.files import file_entry
 from dflash_cache.plan import Plan, make_plan, refuse_too_small_a_disk, still_needed, survey
-from dflash_cache.samples import Sample
 from dflash_cache.schema import FORMAT_VERSION, Manifest, UnitRecord
 from dflash_cache.survey import Survey, with_weights_hash
 from dflash_cache.target import Target, load_weights
@@ -149,54 +146,6 @@ def options_of(config: BuildConfig) -> dict[str, Any]:
         if plain[name] is not None and Path(plain[name]).exists():
             plain[name] = str(Path(plain[name]).resolve())
     return plain
-
-
-def prove(
-    target: Target, plan: Plan, committed: dict[str, UnitRecord], config: BuildConfig
-) -> dict[str, Any]:
-    """All checks that need no unit; what they measured goes into the manifest."""
-    layer_ids = plan.identity.target_layer_ids
-    rows = _rows_for_proofs(plan.samples.samples, limit=config.batch_tokens)
-    measured: dict[str, Any] = {
-        "hooks_vs_hidden_states": proofs.prove_hooks(target, rows[0][None], layer_ids),
-        "frozen_vs_model": proofs.prove_frozen(target, rows[0][None, :64]),
-        "padded_vs_alone": proofs.prove_padding(target, rows, layer_ids),
-        "tolerance": proofs.TOLERANCE[target.spec.dtype],
-    }
-    if committed:
-        measured["probe"] = _prove_probe(target, plan, next(iter(committed.values())), config.out)
-    some = plan.samples.samples[:: max(1, len(plan.samples.samples) // 64)]
-    agreement = proofs.measure_agreement(target, some[: config.agreement_samples])
-    return {"proofs": measured, "agreement": agreement}
-
-
-def _rows_for_proofs(samples: Sequence[Sample], *, limit: int) -> list[torch.Tensor]:
-    """Three samples of unlike length, cut so that they fit a batch together."""
-    by_length = sorted(samples, key=lambda sample: sample.length)
-    some = {s.sample_id: s for s in (by_length[len(by_length) // 2], by_length[-1], by_length[0])}
-    width = max(1, min(1024, limit // len(some)))
-    return [torch.from_numpy(sample.input_ids[:width]).long() for sample in some.values()]
-
-
-def _prove_probe(target: Target, plan: Plan, record: UnitRecord, root: Path) -> float:
-    """The shortest sample of a committed unit, computed again by this process."""
-    by_id = {sample.sample_id: sample for sample in plan.samples.samples}
-    position = len(record.sample_ids) - 1
-    sample, identity = by_id[record.sample_ids[position]], plan.identity
-    codec = stored_codec(root, identity, record).to(target.device)
-    found = [
-        codec.decode(plane, codec.encode(plane, states)).cpu()
-        for plane, states in zip(
-            identity.planes, lone_states(target, sample, identity), strict=True
-        )
-    ]
-    stored = unit_reader.stored_states(root, record, identity, position)
-    return proofs.prove_probe(
-        found,
-        list(stored),
-        dtype=target.spec.dtype,
-        lossy=ENCODINGS[identity.encoding].lossy,
-    )
 
 
 def make_manifest(

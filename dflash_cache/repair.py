@@ -11,6 +11,7 @@ from dflash_cache.config import BuildConfig
 from dflash_cache.devices import pick_device
 from dflash_cache.disk import full_disk_is_told, write_file
 from dflash_cache.errors import CacheError
+from dflash_cache.evidence import prove
 from dflash_cache.extraction import codec_for, extract_unit, measured_codec, progress_bar
 from dflash_cache.files import file_entry
 from dflash_cache.plan import Plan, still_needed
@@ -96,7 +97,7 @@ def _mend(config: BuildConfig, found: Findings) -> set[str]:
             (root / folder).mkdir(exist_ok=True)
         whole = {u: r for u, r in found.records.items() if u not in found.damaged_units}
         codec = _codec(root, plan, target, whole)
-        evidence = build.prove(target, plan, whole, config)  # and that it fits what is kept
+        evidence = prove(target, plan, whole, config)  # and that it fits what is kept
         write_file(root / "zarr.json", ledger.root_group(plan.identity, build.options_of(config)))
         store.write_plan(root, plan.units, plan.samples.samples)
         if not _is_as_sealed(root, "frozen.safetensors", found):
