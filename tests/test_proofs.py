@@ -11,7 +11,7 @@ import torch
 from conftest import chat_rows, tiny_build, write_jsonl
 from torch import Tensor
 
-from dflash_cache import build, proofs
+from dflash_cache import build, evidence, proofs
 from dflash_cache.errors import ProofError
 from dflash_cache.samples import Sample
 from dflash_cache.target import Target, load_target
@@ -384,7 +384,7 @@ def test_what_the_proofs_measured_is_in_the_manifest(tiny_cache):
 
 def test_samples_for_the_proofs_fit_a_batch_and_are_of_unlike_length():
     samples = [replace(sample_of("0" * n + "11"), sample_id=n) for n in (300, 5, 80, 40, 2000)]
-    chosen = build._rows_for_proofs(samples, limit=600)
+    chosen = evidence._rows_for_proofs(samples, limit=600)
     assert [len(row) for row in chosen] == [82, 200, 7]
 
 
