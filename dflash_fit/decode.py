@@ -1,29 +1,27 @@
-"""Real greedy speculative decoding with the target in transformers, and plain greedy as its oracle.
+"""Real speculative decoding with the target in transformers, and plain decoding as its oracle.
 
-One cycle: the drafter drafts a block after the anchor in one pass, the target reads the whole
-block in one pass, and the longest prefix on which both agree is committed with one token of the
-target's own, which is the next anchor.  Batch of one.  After every cycle the drafter's context
-is one token shorter than the text: everything but the pending anchor.
+One round: the drafter drafts a block behind the anchor of every text in one pass, the target
+reads the blocks in one pass and chooses a token behind every slot, and each text commits its
+longest prefix of drafts that are what the target chose, with one token of the target's own behind
+it, which is the next anchor.  Texts advance independently; one that has ended leaves the batch.
 
-K target layers, B block size.
+K target layers, R texts that go on, B block size.
 """
 
-import inspect
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from dflash_cache.target import LayerTaps, Target
+from dflash_cache.target import Target
 from dflash_fit.acceptance import Chain
-from dflash_fit.attention import Blocks, DenseSight
-from dflash_fit.drafter import ContextKV, DFlashDraftModel, block_ids, block_positions
-from dflash_fit.errors import DrafterError
-from dflash_fit.step import Frozen, layer_sights
+from dflash_fit.drafter import DFlashDraftModel
+from dflash_fit.drafts import DraftContext, draft_blocks
+from dflash_fit.sampling import Choose, agreed_drafts, likeliest
+from dflash_fit.step import Frozen
+from dflash_fit.target_session import CacheKind, TargetSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,127 +29,129 @@ class Decoded:
     """An answer, its target passes after reading the prompt, and the seconds it took."""
 
     tokens: list[int]  # the answer, stop token included
-    chain: Chain
-    seconds: float
+    chain: Chain  # accepted drafts and committed tokens of every pass
+    seconds: float  # from the start of the call, shared by a batch, to this answer's end
+
+    @property
+    def target_passes(self) -> int:
+        return len(self.chain.committed)
 
 
-class TargetSession:
-    """The target reading one text piece by piece, with its cache and its hidden states."""
+class Answer:
+    """An answer while it is written."""
 
-    def __init__(self, target: Target, layer_ids: Collection[int]) -> None:
-        from transformers import DynamicCache
+    def __init__(
+        self, first: int, *, max_new_tokens: int, stop_ids: Collection[int], began: float
+    ) -> None:
+        self.tokens, self.accepted, self.committed = [first], list[int](), list[int]()
+        self.room, self.stop_ids = max_new_tokens - 1, stop_ids
+        self.began, self.seconds = began, time.perf_counter() - began
 
-        refuse_recurrent(target)
-        self.target, self.layer_ids = target, list(layer_ids)
-        # Not by the model's config: a cache that keeps only a sliding window cannot take
-        # rejected tokens back.  The model masks what is outside its windows all the same.
-        self.cache: Any = DynamicCache()
-        self.cache_name = cache_name(target.model)
-        self.length = 0
+    @property
+    def ended(self) -> bool:
+        return self.room == 0 or self.tokens[-1] in self.stop_ids
 
-    @torch.inference_mode()
-    def read(self, ids: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Read tokens [n]; greedy next tokens [n] (or [1]), and states [K, n, H] if asked for."""
-        with LayerTaps(self.target.layers, self.layer_ids, stop=False) as taps:
-            logits = self.target.model(
-                input_ids=ids[None],
-                use_cache=True,
-                logits_to_keep=1 if last_only else 0,
-                **{self.cache_name: self.cache},
-            ).logits[0]
-            states = taps.take() if self.layer_ids else []
-        self.length += len(ids)
-        # The cache holds bfloat16, so this is what the drafter has learnt from.
-        rounded = [state[0].to(torch.bfloat16) for state in states]
-        return logits.argmax(dim=-1), torch.stack(rounded) if rounded else None
+    def commit(self, new: Sequence[int]) -> None:
+        """Add the accepted drafts and the target's own token behind them, up to the end."""
+        kept = list(new[: self.room])
+        stops = [index for index, token in enumerate(kept) if token in self.stop_ids]
+        del kept[stops[0] + 1 if stops else len(kept) :]
+        self.tokens += kept
+        self.accepted.append(min(len(new) - 1, len(kept)))
+        self.committed.append(len(kept))
+        self.room -= len(kept)
+        self.seconds = time.perf_counter() - self.began
 
-    def forget(self, count: int) -> None:
-        """Take the last tokens back."""
-        if count:
-            # Negative means "remove so many" in every version that we support.
-            self.cache.crop(-count)
-            self.length -= count
+    def result(self) -> Decoded:
+        chain = Chain(accepted=tuple(self.accepted), committed=tuple(self.committed))
+        return Decoded(tokens=self.tokens, chain=chain, seconds=self.seconds)
 
 
-def cache_name(model: Any) -> str:
-    """How this version of transformers wants its cache called; the older name is on its way out."""
-    named = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in named else "past_key_values"
+@torch.inference_mode()
+def speculate_batch(
+    target: Target,
+    drafter: DFlashDraftModel,
+    frozen: Frozen,
+    prompts: Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    choose: Choose = likeliest,
+    cache: CacheKind = "dynamic",
+) -> list[Decoded]:
+    """Speculative decoding of several prompts at once; greedy, or as `choose` draws.
 
-
-def refuse_recurrent(target: Target) -> None:
-    """A recurrent state cannot be cropped; rejected drafts would stay in it."""
-    kinds = getattr(target.model.config.get_text_config(), "layer_types", None) or []
-    if any("linear" in kind or "mamba" in kind or "recurrent" in kind for kind in kinds):
-        raise DrafterError(
-            f"{target.spec.name}: has recurrent layers, whose state this decoding cannot roll "
-            "back; measure offline with --cache instead"
-        )
-
-
-def greedy(
-    target: Target, prompt: Tensor, *, max_new_tokens: int, stop_ids: Collection[int]
-) -> Decoded:
-    """Plain greedy decoding, one token per target pass."""
+    Greedy answers equal those of plain decoding, but for ties in the target's logits; drawn ones
+    have the target's own distribution (see `sampling`).
+    """
     began = time.perf_counter()
-    session = TargetSession(target, ())
-    following, _ = session.read(prompt, last_only=True)
-    tokens = [int(following[-1])]
-    while tokens[-1] not in stop_ids and len(tokens) < max_new_tokens:
-        following, _ = session.read(torch.tensor(tokens[-1:], device=prompt.device))
-        tokens.append(int(following[0]))
-    ones = (1,) * (len(tokens) - 1)
-    chain = Chain(accepted=(0,) * len(ones), committed=ones)
-    return Decoded(tokens=tokens, chain=chain, seconds=time.perf_counter() - began)
+    session = TargetSession(target, drafter.config.target_layer_ids, cache=cache)
+    logits, states = session.start(prompts, room=max_new_tokens + drafter.config.block_size)
+    contexts = [DraftContext(drafter, frozen) for _ in prompts]
+    for context, hidden in zip(contexts, states, strict=True):
+        context.extend(hidden)
+    answers = [
+        Answer(token, max_new_tokens=max_new_tokens, stop_ids=stop_ids, began=began)
+        for token in choose(logits)[:, 0].tolist()
+    ]
+    going = leave_ended(session, answers, range(len(answers)), [0] * len(answers), read=0)
+    while going:
+        anchors = torch.tensor([answers[text].tokens[-1] for text in going], device=target.device)
+        # No text reads behind the last new token of the one that has most to write.
+        room = max(answers[text].room for text in going)
+        draft = draft_blocks([contexts[text] for text in going], anchors)[:, :room]
+        block = torch.cat([anchors[:, None], draft], dim=1)
+        logits, hidden = session.read(block)
+        chosen = choose(logits)
+        # Kept: the anchor and the agreed drafts.  Committed: the agreed drafts and the next anchor.
+        kept = (agreed_drafts(draft, chosen) + 1).tolist()
+        for row, (text, count) in enumerate(zip(going, kept, strict=True)):
+            contexts[text].extend(hidden[:, row, :count])
+            answers[text].commit(chosen[row, :count].tolist())
+        going = leave_ended(session, answers, going, kept, read=block.shape[1])
+    return [answer.result() for answer in answers]
 
 
-class DraftSession:
-    """The drafter's side of one text: context keys and values, grown as the target reads."""
+@torch.inference_mode()
+def plain_batch(
+    target: Target,
+    prompts: Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    choose: Choose = likeliest,
+    cache: CacheKind = "dynamic",
+) -> list[Decoded]:
+    """Plain decoding of several prompts at once, one token of each per target pass."""
+    began = time.perf_counter()
+    session = TargetSession(target, (), cache=cache)
+    logits, _ = session.start(prompts, room=max_new_tokens)
+    answers = [
+        Answer(token, max_new_tokens=max_new_tokens, stop_ids=stop_ids, began=began)
+        for token in choose(logits)[:, 0].tolist()
+    ]
+    going = leave_ended(session, answers, range(len(answers)), [0] * len(answers), read=0)
+    while going:
+        anchors = torch.tensor([answers[text].tokens[-1] for text in going], device=target.device)
+        logits, _ = session.read(anchors[:, None])
+        for text, token in zip(going, choose(logits)[:, 0].tolist(), strict=True):
+            answers[text].commit([token])
+        going = leave_ended(session, answers, going, [1] * len(going), read=1)
+    return [answer.result() for answer in answers]
 
-    def __init__(self, drafter: DFlashDraftModel, frozen: Frozen) -> None:
-        self.drafter, self.frozen = drafter, frozen
-        self.context: ContextKV = []
-        self.length = 0
 
-    @torch.inference_mode()
-    def extend(self, hidden: Tensor) -> None:
-        """Append the states [K, n, H] of tokens that are committed and read."""
-        device = hidden.device
-        positions = torch.arange(self.length, self.length + hidden.shape[1], device=device)
-        new = self.drafter.context(hidden, positions)
-        if self.context:
-            new = [
-                (torch.cat([k, more_k], dim=1), torch.cat([v, more_v], dim=1))
-                for (k, v), (more_k, more_v) in zip(self.context, new, strict=True)
-            ]
-        self.context = new
-        self.length += hidden.shape[1]
-
-    @torch.inference_mode()
-    def logits(self, anchor_token: int) -> Tensor:
-        """Logits [B - 1, V] of slots 1 .. B - 1 of the block after the context."""
-        config, device = self.drafter.config, self.context[0][0].device
-        anchor = torch.tensor([self.length], device=device)
-        ids = block_ids(
-            torch.tensor([anchor_token], device=device),
-            block_size=config.block_size,
-            mask_token_id=config.mask_token_id,
-        )
-        block = Blocks(
-            anchors=anchor,
-            starts=torch.zeros_like(anchor),
-            valid=torch.ones_like(anchor, dtype=torch.bool),
-            context=self.length,
-            block_size=config.block_size,
-        )
-        sights = layer_sights(self.drafter, block, DenseSight.of)
-        positions = block_positions(anchor, block_size=config.block_size).flatten()
-        rows = self.drafter(self.frozen.embedding[ids.flatten()], self.context, positions, sights)
-        return F.linear(rows[0], self.frozen.head)
-
-    def draft(self, anchor_token: int) -> Tensor:
-        """Draft tokens [B - 1] after the anchor."""
-        return self.logits(anchor_token).argmax(dim=-1)
+def leave_ended(
+    session: TargetSession,
+    answers: Sequence[Answer],
+    going: Sequence[int],
+    kept: Sequence[int],
+    *,
+    read: int,
+) -> list[int]:
+    """The texts that go on; the session keeps what they kept of the last pass, and only them."""
+    rows = [row for row, text in enumerate(going) if not answers[text].ended]
+    session.keep({row: kept[row] for row in rows}, read=read)
+    return [going[row] for row in rows]
 
 
 def speculate(
@@ -162,38 +162,26 @@ def speculate(
     *,
     max_new_tokens: int,
     stop_ids: Collection[int],
+    choose: Choose = likeliest,
+    cache: CacheKind = "dynamic",
 ) -> Decoded:
-    """Greedy speculative decoding; its tokens equal those of `greedy`."""
-    began = time.perf_counter()
-    session = TargetSession(target, drafter.config.target_layer_ids)
-    drafts = DraftSession(drafter, frozen)
-    following, hidden = session.read(prompt, last_only=True)
-    assert hidden is not None
-    drafts.extend(hidden)
-    tokens = [int(following[-1])]
-    accepted: list[int] = []
-    committed: list[int] = []
-    while tokens[-1] not in stop_ids and len(tokens) < max_new_tokens:
-        draft = drafts.draft(tokens[-1])
-        block = torch.cat([torch.tensor(tokens[-1:], device=draft.device), draft])
-        following, hidden = session.read(block)
-        assert hidden is not None
-        agreed = int((draft == following[:-1]).long().cumprod(dim=0).sum())
-        # Committed: the agreed drafts and the target's own token behind them.  Read and kept:
-        # the old anchor and the agreed drafts.
-        session.forget(len(block) - agreed - 1)
-        drafts.extend(hidden[:, : agreed + 1])
-        new = _until_end(following[: agreed + 1].tolist(), max_new_tokens - len(tokens), stop_ids)
-        tokens += new
-        accepted.append(min(agreed, len(new)))
-        committed.append(len(new))
-    chain = Chain(accepted=tuple(accepted), committed=tuple(committed))
-    return Decoded(tokens=tokens, chain=chain, seconds=time.perf_counter() - began)
+    """Speculative decoding of one prompt [n]: a batch of one, without any padding."""
+    [answer] = speculate_batch(
+        target,
+        drafter,
+        frozen,
+        [prompt],
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        choose=choose,
+        cache=cache,
+    )
+    return answer
 
 
-def _until_end(tokens: list[int], room: int, stop_ids: Collection[int]) -> list[int]:
-    """Cut at the stop token (kept) or at the room that is left."""
-    for index, token in enumerate(tokens[:room]):
-        if token in stop_ids:
-            return tokens[: index + 1]
-    return tokens[:room]
+def greedy(
+    target: Target, prompt: Tensor, *, max_new_tokens: int, stop_ids: Collection[int]
+) -> Decoded:
+    """Plain greedy decoding of one prompt [n]."""
+    [answer] = plain_batch(target, [prompt], max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    return answer

@@ -5,22 +5,30 @@ import torch
 from reference import make_document, make_frozen, make_weights, pack, small, starts_of
 
 from dflash_fit.batch import Batch
-from dflash_fit.decode import DraftSession
 from dflash_fit.drafter import DFlashDraftModel, DrafterConfig
+from dflash_fit.drafts import DraftContext, block_logits, draft_blocks
 from dflash_fit.step import Frozen, Pieces, run_blocks
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+MIXED = {
+    "block_size": 5,
+    "num_hidden_layers": 3,
+    "layer_types": (SLIDING, SLIDING, FULL),
+    "sliding_window": 6,
+}
 KINDS = {
     "full": small(block_size=5),
-    "sliding then full": small(
-        block_size=5,
-        num_hidden_layers=3,
-        layer_types=("sliding_attention", "sliding_attention", "full_attention"),
-        sliding_window=6,
-    ),
+    "full, causal in the block": small(block_size=5, is_causal=True),
+    "sliding": small(block_size=5, layer_types=(SLIDING,), sliding_window=6),
+    "sliding then full": small(**MIXED),
+    "all of them causal": small(**MIXED, is_causal=True),
+    "none of them causal": small(**MIXED, is_causal=False),
+    "a window smaller than the block": small(**{**MIXED, "sliding_window": 3}),
 }
 every_kind = pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS.keys())
 LENGTHS = (10, 30, 13)
-ANCHORS = [(1, 9), (1, 12), (1, 13), (1, 27)]
+# The middle document: a context shorter than the windows, blocks that overlap, one at the end.
+ANCHORS = [(1, 2), (1, 9), (1, 12), (1, 13), (1, 27)]
 
 
 class Setup:
@@ -43,28 +51,58 @@ class Setup:
         return rows[: len(ANCHORS)] @ self.frozen.head.T
 
 
+def served(setup, document, *, piece):
+    """A context for every anchor of a document, grown in pieces as decoding grows it."""
+    contexts = []
+    for number, anchor in ANCHORS:
+        assert number == document
+        context = DraftContext(setup.drafter, setup.frozen)
+        while context.length < anchor:
+            end = min(context.length + piece, anchor)
+            context.extend(setup.documents[document].states[:, context.length : end])
+        contexts.append(context)
+    return contexts
+
+
+def anchor_tokens(setup):
+    return torch.stack([setup.documents[number].ids[anchor] for number, anchor in ANCHORS])
+
+
 @every_kind
-@pytest.mark.parametrize("pieces", [(9,), (4, 5), (1,) * 9], ids=["whole", "two", "one by one"])
-def test_training_logits_equal_those_of_the_cached_decode_step(settings, pieces):
+@pytest.mark.parametrize("piece", [1, 4, 99], ids=["one by one", "four by four", "whole"])
+def test_training_logits_equal_those_of_the_cached_decode_step(settings, piece):
     setup = Setup(settings)
-    document = setup.documents[1]
-    session = DraftSession(setup.drafter, setup.frozen)
-    for size in pieces:
-        session.extend(document.states[:, session.length : session.length + size])
-    served = []
-    for _, anchor in ANCHORS:
-        if anchor > session.length:
-            session.extend(document.states[:, session.length : anchor])
-        served.append(session.logits(int(document.ids[anchor])))
-    torch.testing.assert_close(torch.stack(served), setup.logits(), atol=2e-5, rtol=1e-4)
+    contexts, tokens = served(setup, 1, piece=piece), anchor_tokens(setup)
+    alone = [block_logits([c], t[None]) for c, t in zip(contexts, tokens, strict=True)]
+    trained = setup.logits()
+    assert trained.shape == (len(ANCHORS), 4, 40)  # every slot but the anchor's
+    torch.testing.assert_close(torch.cat(alone), trained, atol=2e-5, rtol=1e-4)
+
+
+@every_kind
+def test_they_equal_those_of_texts_that_are_served_together(settings):
+    setup = Setup(settings)
+    contexts = served(setup, 1, piece=4)
+    found = block_logits(contexts, anchor_tokens(setup))
+    torch.testing.assert_close(found, setup.logits(), atol=2e-5, rtol=1e-4)
+
+
+def test_a_context_that_goes_on_after_a_draft_is_as_good_as_a_fresh_one():
+    setup = Setup(KINDS["sliding then full"])
+    tokens, states = anchor_tokens(setup), setup.documents[1].states
+    context = DraftContext(setup.drafter, setup.frozen)
+    found = []
+    for (_, anchor), token in zip(ANCHORS, tokens, strict=True):
+        context.extend(states[:, context.length : anchor])
+        assert context.length == anchor
+        found.append(block_logits([context], token[None]))
+    torch.testing.assert_close(torch.cat(found), setup.logits(), atol=2e-5, rtol=1e-4)
 
 
 def test_drafts_are_the_likeliest_tokens_of_the_slots():
     setup = Setup(KINDS["full"])
-    session = DraftSession(setup.drafter, setup.frozen)
-    session.extend(setup.documents[1].states[:, :9])
-    drafts = session.draft(int(setup.documents[1].ids[9]))
-    assert torch.equal(drafts, setup.logits()[0].argmax(dim=-1))
+    drafts = draft_blocks(served(setup, 1, piece=99), anchor_tokens(setup))
+    assert torch.equal(drafts, setup.logits().argmax(dim=-1))
 
 
 def change_states(fields, slots):
