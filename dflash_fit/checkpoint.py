@@ -24,12 +24,13 @@ from dflash_cache.schema import Identity, first_difference
 from dflash_fit.config import SPEED_ONLY, FitConfig
 from dflash_fit.drafter import DFlashDraftModel
 from dflash_fit.errors import RunFolderError
-from dflash_fit.export import write_drafter
+from dflash_fit.folder import write_drafter
 from dflash_fit.loader import Position
 from dflash_fit.optim import FlatAdamW
 
 # What runs did before these options existed: their config.json does not name them.
 BEFORE = {
+    "init_from": None,
     "passes_per_pack": 1,
     "packs_per_step": 1,
     "schedule": "cosine",

@@ -16,9 +16,9 @@ from dflash_cache.vocabulary import refuse_bad_mask_token
 from dflash_fit.attention import DenseSight
 from dflash_fit.backends import refuse_attention, sight_maker
 from dflash_fit.batch import BatchShape
-from dflash_fit.config import MICROBATCH, FitConfig
+from dflash_fit.config import BLOCK_SIZE, MICROBATCH, NUM_LAYERS, FitConfig
 from dflash_fit.density import auto_anchors
-from dflash_fit.drafter import FULL, SLIDING, DFlashDraftModel, DrafterConfig
+from dflash_fit.drafter import FULL, DFlashDraftModel, DrafterConfig
 from dflash_fit.errors import FitError
 from dflash_fit.graph import GraphStep, compiled
 from dflash_fit.loader import PackSource, refuse_long_documents, split_documents
@@ -27,6 +27,7 @@ from dflash_fit.offline import choose_documents
 from dflash_fit.optim import AdamWConfig, FlatAdamW
 from dflash_fit.schedule import Schedule
 from dflash_fit.step import EagerStep, Frozen, Pieces, StepConfig, Trainer
+from dflash_fit.warm import Beginning, find_beginning, settled, sliding_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +95,15 @@ def prepare(config: FitConfig, reader: CacheReader) -> Run:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # kernels of our own run on the current one
     captured = captures(config, device)
-    drafter_config = drafter_config_for(config, reader)
+    beginning = find_beginning(config, reader)
+    config = settled(config, beginning)
+    drafter_config = beginning.config if beginning else drafter_config_for(config, reader)
     refuse_what_cannot_run(config, reader, drafter_config, device, captured=captured)
     training, held_out = split_documents(reader, held_out=config.held_out)
-    parts = make_parts(config, reader, drafter_config, training, device, captured=captured)
+    drafter = new_drafter(drafter_config, seed=config.seed, device=device)
+    if beginning and beginning.tensors is not None:
+        drafter.load_state_dict(beginning.tensors, strict=True)
+    parts = make_parts(config, reader, drafter, training, device, captured=captured)
     if config.anchors == "auto":
         config = auto_anchors(config, parts.source, parts.trainer, device=device)
     source, trainer = parts.source(config), parts.trainer(config)
@@ -118,7 +124,7 @@ def prepare(config: FitConfig, reader: CacheReader) -> Run:
         schedule=schedule_of(config, steps=steps),
         device=device,
         steps=steps,
-        training=training_record(config, reader),
+        training=training_record(config, reader, beginning),
     )
 
 
@@ -151,14 +157,13 @@ def refuse_what_cannot_run(
 def make_parts(
     config: FitConfig,
     reader: CacheReader,
-    drafter_config: DrafterConfig,
+    drafter: DFlashDraftModel,
     training: list[int],
     device: torch.device,
     *,
     captured: bool,
 ) -> Parts:
     dtype = dtype_of(config)
-    drafter = new_drafter(drafter_config, seed=config.seed, device=device)
     plain = Pieces(sight=sight_maker(config.attention, device))
     return Parts(
         reader=reader,
@@ -210,7 +215,7 @@ def shape_for(config: FitConfig, drafter: DrafterConfig, reader: CacheReader) ->
         token_budget=config.token_budget,
         hidden_size=drafter.hidden_size,
         anchors=config.anchors,
-        block_size=config.block_size,
+        block_size=drafter.block_size,
         encoding=reader.identity.encoding,
         final_hidden=config.loss == "kl",
     )
@@ -257,23 +262,24 @@ def drafter_config_for(config: FitConfig, reader: CacheReader) -> DrafterConfig:
     if width is None:
         raise ConfigError("this target has no dense FFN to take the width of; give one with "
                           "--intermediate-size")  # fmt: skip
-    kinds = [SLIDING if config.sliding_window else FULL] * (config.num_layers - 1) + [FULL]
+    layers = config.num_layers or NUM_LAYERS
+    kinds = sliding_layers(layers) if config.sliding_window else (FULL,) * layers
     return DrafterConfig(
         hidden_size=identity.hidden_size,
         intermediate_size=width,
-        num_hidden_layers=config.num_layers,
+        num_hidden_layers=layers,
         num_attention_heads=config.num_attention_heads or target.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads or target.num_key_value_heads,
         head_dim=config.head_dim or target.head_dim,
         vocab_size=target.vocab_size,
         num_target_layers=target.num_layers,
         target_layer_ids=layer_ids,
-        block_size=config.block_size,
+        block_size=config.block_size or BLOCK_SIZE,
         mask_token_id=mask_token_for(config, identity.tokenizer_spec, rows=target.vocab_size),
         rope_theta=target.rope_theta,
         rms_norm_eps=target.rms_norm_eps,
         max_position_embeddings=target.max_position_embeddings,
-        layer_types=tuple(kinds),
+        layer_types=kinds,
         sliding_window=config.sliding_window,
     )
 
@@ -299,7 +305,9 @@ def load_frozen(reader: CacheReader, *, dtype: torch.dtype, device: torch.device
     return Frozen(embedding=embedding, head=embedding if tied else head.to(device, dtype))
 
 
-def training_record(config: FitConfig, reader: CacheReader) -> dict[str, Any]:
+def training_record(
+    config: FitConfig, reader: CacheReader, beginning: Beginning | None
+) -> dict[str, Any]:
     """What a drafter folder says about where it comes from."""
     identity = reader.identity
     return {
@@ -313,4 +321,5 @@ def training_record(config: FitConfig, reader: CacheReader) -> dict[str, Any]:
         "held_out": config.held_out,
         "token_budget": config.token_budget,
         "seed": config.seed,
+        **({"init_from": beginning.record} if beginning else {}),
     }

@@ -1,0 +1,1 @@
+"""Code that an export carries with it.  Nothing here is imported: it is copied as it stands."""
