@@ -1,12 +1,12 @@
 """What people see: tables on stdout, one JSON object with --json, errors as one message."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
-from dflash_cache.errors import DFlashError
+from dflash_cache.errors import DFlashError, ToldElsewhere
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print exactly one JSON object on stdout."
@@ -19,6 +19,8 @@ class ErrorBorder(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except ToldElsewhere:
+            ctx.exit(1)
         except DFlashError as error:
             raise click.ClickException(str(error)) from None
         except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
@@ -51,3 +53,15 @@ def spoken(key: str, value: Any) -> str:
     if isinstance(value, list):
         return " ".join(spoken("", item) for item in value) or "-"
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def aligned(lines: Sequence[Sequence[str]], *, right: bool = True) -> str:
+    """Columns of equal width, the first to the left and the others to the `right` or left too."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if right and place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

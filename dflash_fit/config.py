@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dflash_cache.config import flag, option, require_positive, required
+from dflash_cache.config import THINKING, flag, option, require_positive, required
 from dflash_cache.errors import ConfigError
 from dflash_fit.schedule import SCHEDULES
 
 Auto = Literal["auto"]
 
 
+# The drafter's shape where neither an option nor --init-from says it.
+NUM_LAYERS, BLOCK_SIZE = 5, 16
 # Decay of the loss over the slots of a block, from the paper (arXiv 2602.06036).
 GAMMA_OF_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
 
@@ -29,8 +31,15 @@ class FitConfig:
     target_layers: tuple[int, ...] | None = option(
         None, "Cached target layers that the drafter reads (default: all)."
     )
-    num_layers: int = option(5, "Layers of the drafter.")
-    block_size: int = option(16, "Slots of a block, the anchor included.")
+    init_from: Path | None = option(
+        None,
+        "Published drafter folder, or a run, whose weights a new run begins with, and whose shape "
+        "where no option says another (default: random weights).",
+    )
+    num_layers: int | None = option(None, f"Layers of the drafter (default: {NUM_LAYERS}).")
+    block_size: int | None = option(
+        None, f"Slots of a block, the anchor included (default: {BLOCK_SIZE})."
+    )
     intermediate_size: int | None = option(None, "FFN width (default: the target's).")
     num_attention_heads: int | None = option(None, "Query heads (default: the target's).")
     num_key_value_heads: int | None = option(None, "Key and value heads (default: the target's).")
@@ -118,7 +127,7 @@ class FitConfig:
         if self.anchors != "auto":
             require_positive(self, "anchors")
             self.refuse_uneven_parts()
-        if self.block_size < 2:
+        if self.block_size is not None and self.block_size < 2:
             raise ConfigError(
                 f"--block-size {self.block_size}: want 2 or more (slot 0 is the anchor)"
             )
@@ -167,7 +176,8 @@ class FitConfig:
         """The paper's value for its block sizes, half the block size for others."""
         if self.gamma is not None:
             return self.gamma
-        return GAMMA_OF_BLOCK_SIZE.get(self.block_size, self.block_size / 2)
+        size = self.block_size or BLOCK_SIZE
+        return GAMMA_OF_BLOCK_SIZE.get(size, size / 2)
 
 
 # Words that an option may be.
@@ -197,23 +207,39 @@ def largest_divisor(number: int, *, at_most: int) -> int:
 class EvalConfig:
     """What `dflash eval` runs: offline from a cache, or real decoding with the target."""
 
-    drafter: Path = required("Drafter folder: a run, one of its checkpoints, or an export.")
+    drafter: Path = required(
+        "Drafter folder: a run, one of its checkpoints, an export, or a published one."
+    )
     cache: str | None = option(None, "Measure offline on the held-out samples of this cache.")
     target: str | None = option(None, "Measure by real decoding with this target.")
-    prompts: str | None = option(None, "Prompts to decode: rows with messages or prompt.")
+    prompts: str | None = option(
+        None,
+        "Prompts to decode, one data set per file, files with commas between them: rows with "
+        "prompt, turns (of the user, asked one after the other) or messages.",
+    )
     held_out: float | None = option(
         None, "Share of conversations held out (default: what the drafter was trained with)."
     )
     max_tokens: int = option(200_000, "Held-out tokens measured offline, at most.")
-    max_prompts: int | None = option(None, "Decode only the first prompts.")
+    max_prompts: int | None = option(None, "Decode only the first prompts of each file.")
     max_new_tokens: int = option(256, "Longest answer.")
+    temperature: float = option(0.0, "Temperature of the answers; 0 is greedy.")
+    seed: int = option(0, "Seed of answers that are drawn.")
+    batch_size: int = option(1, "Prompts decoded together.")
+    thinking: str = option("as-is", "Ask the chat template for thoughts: on, off; as-is: its own.")
+    system: str | None = option(None, "System message for prompts that bring none.")
     dtype: str = option("float32", "Precision of target and drafter: float32 or bfloat16.")
     device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one.")
 
     def __post_init__(self) -> None:
-        require_positive(self, "max_tokens", "max_prompts", "max_new_tokens")
+        require_positive(self, "max_tokens", "max_prompts", "max_new_tokens", "batch_size")
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"--dtype {self.dtype}: want float32 or bfloat16")
+        if self.thinking not in THINKING:
+            raise ConfigError(f"--thinking {self.thinking}: want {', '.join(THINKING)}")
+        for name in ("temperature", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: want 0 or more")
         if (self.cache is None) == (self.target is None):
             raise ConfigError("give either --cache (offline) or --target with --prompts (decoding)")
         if (self.target is None) != (self.prompts is None):
@@ -224,6 +250,32 @@ class EvalConfig:
 class ExportConfig:
     """What `dflash export` writes."""
 
-    run: Path = required("Run folder, or one of its checkpoints.")
-    out: Path = required("Folder that SGLang and vLLM load.")
+    run: Path = required("Run folder, one of its checkpoints, or a published drafter folder.")
+    out: Path = required("Folder to write; it must be new or empty.")
     checkpoint: str = option("best", "Which of the run's checkpoints: best, last, or step_N.")
+    for_: str = option(
+        "all",
+        "Who loads it: all, or only transformers, sglang or vllm. The two servers need no code in "
+        "the folder, so theirs has no dflash.py and no auto_map.",
+    )
+    format: str = option(
+        "dflash",
+        "dflash: config.json and tensors as the reference has them; speculators: those of "
+        "vllm-project/speculators, for vLLM.",
+    )
+
+    def __post_init__(self) -> None:
+        for name, words in EXPORT_CHOICES.items():
+            if getattr(self, name) not in words:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: want {' or '.join(words)}")
+        if self.format == "speculators" and self.for_ not in ("all", "vllm"):
+            raise ConfigError(
+                f"--format speculators --for {self.for_}: only vLLM reads that format; drop --for, "
+                "or --format"
+            )
+
+
+EXPORT_CHOICES = {
+    "for_": ("all", "transformers", "sglang", "vllm"),
+    "format": ("dflash", "speculators"),
+}

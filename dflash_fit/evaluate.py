@@ -1,233 +1,159 @@
 """`dflash eval`: load a drafter, refuse one that does not fit, and report what it is worth."""
 
-from collections.abc import Sequence
-from itertools import islice
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from dflash_cache.chat import SkipRow, encode_prompt
+from dflash_cache.chat import ChatOptions
 from dflash_cache.devices import DTYPES, pick_device
-from dflash_cache.errors import CacheMismatchError, DataError
+from dflash_cache.errors import CacheMismatchError
 from dflash_cache.reader import CacheReader
-from dflash_cache.rows import Row, iter_rows
-from dflash_cache.samples import messages_of
-from dflash_cache.survey import survey_target, with_weights_hash
-from dflash_cache.target import Target, load_weights
+from dflash_cache.survey import Survey, survey_target, with_weights_hash
+from dflash_cache.target import Target
 from dflash_cache.vocabulary import hash_tokenizer
-from dflash_fit.acceptance import (
-    Chain,
-    is_looping,
-    leading_true,
-    prompt_lookup,
-    summarize,
-    walk,
-)
-from dflash_fit.batch import Batch, BatchShape
+from dflash_cache.weights import load_weights
+from dflash_fit.answering import Pair, answer_sets, refuse_too_long
 from dflash_fit.checkpoint import find_drafter
 from dflash_fit.config import EvalConfig, FitConfig
-from dflash_fit.decode import Decoded, greedy, speculate
 from dflash_fit.drafter import DFlashDraftModel
 from dflash_fit.errors import DrafterError
-from dflash_fit.export import read_drafter, read_training
+from dflash_fit.figures import Counting, by_dataset, figures
+from dflash_fit.folder import read_training
 from dflash_fit.loader import split_documents
-from dflash_fit.offline import choose_documents, offline_acceptance, slots_right
+from dflash_fit.offline import choose_documents, offline_acceptance
+from dflash_fit.offline_text import ANCHOR_GROUP, batch_shape
 from dflash_fit.prepare import load_frozen
+from dflash_fit.prompts import PromptSet, read_prompt_sets
+from dflash_fit.published import Published, load_drafter, refuse_other_copies
 from dflash_fit.step import Frozen, Pieces
 
-ANCHOR_GROUP = 64
-LOOKUP_NGRAM = 3
+# Options that a report repeats, since its figures say little without them.
+ASKED = (
+    *("target", "dtype", "temperature", "seed", "thinking", "system", "max_new_tokens"),
+    *("batch_size",),
+)
 
 
 def evaluate_drafter(config: EvalConfig) -> dict[str, Any]:
     """Offline from the cache, or by real decoding, as the options say."""
     folder = find_drafter(config.drafter)
-    device = pick_device(config.device)
-    drafter = read_drafter(folder, dtype=DTYPES[config.dtype], device=device)
-    training = read_training(folder)
     if config.cache is not None:
-        return evaluate_offline(config, drafter, training, folder, config.cache)
-    return evaluate_decoding(config, drafter, training, folder)
+        return evaluate_offline(config, folder, config.cache)
+    return evaluate_decoding(config, folder)
 
 
-def evaluate_offline(
-    config: EvalConfig,
-    drafter: DFlashDraftModel,
-    training: dict[str, Any],
-    folder: Path,
-    cache: str,
-) -> dict[str, Any]:
+def evaluate_offline(config: EvalConfig, folder: Path, cache: str) -> dict[str, Any]:
     """Acceptance on the samples of a cache that never trained."""
+    training = read_training(folder)
     reader = CacheReader(cache)
     identity = reader.identity
-    refuse_other_target(training, identity.target, identity.tokenizer["sha256"], where=str(cache))
-    refuse_unfit_drafter(drafter, reader.identity.target, where=str(cache))
-    absent = set(drafter.config.target_layer_ids) - set(reader.identity.target_layer_ids)
+    device = pick_device(config.device)
+    drafter, found = fitting_drafter(folder, identity.target, config, device, where=cache)
+    refuse_other_target(training, identity.target, identity.tokenizer["sha256"], where=cache)
+    absent = set(drafter.config.target_layer_ids) - set(identity.target_layer_ids)
     if absent:
         raise DrafterError(
             f"{folder}: reads target layers {sorted(absent)}, which {cache} does not hold"
         )
+    frozen = load_frozen(reader, dtype=DTYPES[config.dtype], device=device)
+    refuse_other_copies(found, frozen.embedding, frozen.head)
     share = config.held_out or training.get("held_out") or FitConfig.held_out
     _, measured = split_documents(reader, held_out=share)
     documents = choose_documents(measured, reader.lengths, max_tokens=config.max_tokens)
     longest = max(reader.lengths[d] for d in documents)
     budget = max(longest, training.get("token_budget", longest))
-    device = next(drafter.parameters()).device
     values = offline_acceptance(
         drafter,
-        load_frozen(reader, dtype=DTYPES[config.dtype], device=device),
+        frozen,
         reader,
         documents,
-        shape=_shape(drafter, tokens=budget, encoding=reader.identity.encoding),
+        shape=batch_shape(drafter, tokens=budget, encoding=reader.identity.encoding),
         device=device,
         anchor_group=ANCHOR_GROUP,
         pieces=Pieces(),
     )
-    return {"kind": "offline", "drafter": str(folder), "cache": str(cache), **values}
+    return {"kind": "offline", "drafter": str(folder), "cache": cache, **values}
 
 
-def _shape(drafter: DFlashDraftModel, *, tokens: int, encoding: str = "bf16") -> BatchShape:
-    return BatchShape(
-        target_layers=len(drafter.config.target_layer_ids),
-        token_budget=tokens,
-        hidden_size=drafter.config.hidden_size,
-        anchors=ANCHOR_GROUP,
-        block_size=drafter.config.block_size,
-        encoding=encoding,
-    )
-
-
-def evaluate_decoding(
-    config: EvalConfig, drafter: DFlashDraftModel, training: dict[str, Any], folder: Path
-) -> dict[str, Any]:
+def evaluate_decoding(config: EvalConfig, folder: Path) -> dict[str, Any]:
     """Decode prompts with and without the drafter, and compare tokens, passes and seconds."""
     assert config.target is not None
     assert config.prompts is not None
     survey = survey_target(config.target, dtype=config.dtype)
-    refuse_unfit_drafter(drafter, survey.spec.to_dict(), where=config.target)
-    prompts = load_prompts(config.prompts, survey.tokenizer, limit=config.max_prompts)
-    survey = with_weights_hash(survey)
-    tokenizer = hash_tokenizer(survey.tokenizer)
-    refuse_other_target(training, survey.spec.to_dict(), tokenizer, where=config.target)
-    target = load_weights(survey, device=config.device)
-    frozen = Frozen(embedding=target.embedding, head=target.head)
-    answers = [
-        _answer(config, target, drafter, frozen, prompt)
-        for prompt in tqdm(prompts, desc="decode", unit="prompt", disable=None)
-    ]
-    plain, drafted = [a[0] for a in answers], [a[1] for a in answers]
-    offline = [
-        offline_chain(target, drafter, frozen, prompt, answer.tokens)
-        for prompt, answer in zip(prompts, drafted, strict=True)
-    ]
+    drafter, found = fitting_drafter(
+        folder, survey.spec.to_dict(), config, pick_device(config.device), where=config.target
+    )
+    chat = ChatOptions(thinking=config.thinking, system=config.system)
+    sets = read_prompt_sets(config.prompts, limit=config.max_prompts)
+    refuse_unfit_prompts(sets, survey, chat, max_new_tokens=config.max_new_tokens)
+    warn_of_idle_thinking(config.thinking, survey.tokenizer)
+    target = load_its_target(folder, survey, device=config.device, where=config.target)
+    refuse_other_copies(found, target.embedding, target.head)
+    pair = Pair(
+        target=target,
+        drafter=drafter,
+        frozen=Frozen(embedding=target.embedding, head=target.head),
+        chat=chat,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+        batch_size=config.batch_size,
+    )
+    answers = answer_sets(sets, pair)
+    asked = {"drafter": str(folder), **{name: getattr(config, name) for name in ASKED}}
+    how = Counting(block_size=drafter.config.block_size, greedy=config.temperature == 0)
     return {
         "kind": "decoding",
-        "drafter": str(folder),
-        "target": config.target,
-        "dtype": config.dtype,
-        **report(drafter, prompts, plain, drafted, offline),
+        **asked,
+        "device": str(target.device),
+        "block_size": how.block_size,
+        **figures(answers, how),
+        "datasets": by_dataset(answers, how),
     }
 
 
-def _answer(
-    config: EvalConfig, target: Target, drafter: DFlashDraftModel, frozen: Frozen, prompt: list[int]
-) -> tuple[Decoded, Decoded]:
-    ids = torch.tensor(prompt, device=target.device)
-    stops, longest = target.stop_ids, config.max_new_tokens
-    plain = greedy(target, ids, max_new_tokens=longest, stop_ids=stops)
-    drafted = speculate(target, drafter, frozen, ids, max_new_tokens=longest, stop_ids=stops)
-    return plain, drafted
+def load_its_target(folder: Path, survey: Survey, *, device: str, where: str) -> Target:
+    """The target, if it is the one that the drafter was trained for."""
+    survey = with_weights_hash(survey)
+    training, tokenizer = read_training(folder), hash_tokenizer(survey.tokenizer)
+    refuse_other_target(training, survey.spec.to_dict(), tokenizer, where=where)
+    return load_weights(survey, device=device)
 
 
-def report(
-    drafter: DFlashDraftModel,
-    prompts: Sequence[list[int]],
-    plain: Sequence[Decoded],
-    drafted: Sequence[Decoded],
-    offline: Sequence[Chain],
-) -> dict[str, Any]:
-    """The figures that design and users ask for; every acceptance length counts alike."""
-    block = drafter.config.block_size
-    loops = [is_looping(answer.tokens) for answer in drafted]
-    lookup = [
-        prompt_lookup(p + a.tokens, len(p), ngram=LOOKUP_NGRAM, drafts=block - 1)
-        for p, a in zip(prompts, drafted, strict=True)
-    ]
-    same = [p.tokens == d.tokens for p, d in zip(plain, drafted, strict=True)]
-
-    def straight(chains: Sequence[Chain]) -> float:
-        kept = [chain for chain, loop in zip(chains, loops, strict=True) if not loop]
-        return float(summarize(kept, block_size=block)["acceptance_length"])
-
-    chains = [answer.chain for answer in drafted]
-    return {
-        **summarize(chains, block_size=block),
-        "acceptance_length_not_looping": straight(chains),
-        "offline_acceptance_length": summarize(offline, block_size=block)["acceptance_length"],
-        "identical_to_greedy": all(same),
-        "answers_differing": same.count(False),
-        "speedup": sum(p.seconds for p in plain) / max(sum(d.seconds for d in drafted), 1e-9),
-        "prompt_lookup": summarize(lookup, block_size=block)["acceptance_length"],
-        "prompt_lookup_not_looping": straight(lookup),
-        "looping": sum(loops) / max(len(loops), 1),
-        "prompts": len(prompts),
-        "block_size": block,
-    }
+def fitting_drafter(
+    folder: Path, target: dict[str, Any], config: EvalConfig, device: torch.device, *, where: str
+) -> tuple[DFlashDraftModel, Published]:
+    """The drafter of a folder of any project, if it has the shapes that the target asks for."""
+    drafter, found = load_drafter(
+        folder,
+        dtype=DTYPES[config.dtype],
+        device=device,
+        num_target_layers=target["num_layers"],
+    )
+    refuse_unfit_drafter(drafter, target, where=where)
+    return drafter, found
 
 
-@torch.inference_mode()
-def offline_chain(
-    target: Target,
-    drafter: DFlashDraftModel,
-    frozen: Frozen,
-    prompt: list[int],
-    answer: list[int],
-) -> Chain:
-    """Acceptance of an answer as the cache would give it: one target forward, all anchors."""
-    tokens = prompt + answer
-    ids = torch.tensor(tokens, device=target.device)
-    batch = Batch.empty(_shape(drafter, tokens=len(tokens)), device=target.device)
-    states = target.hidden_states(ids[None], drafter.config.target_layer_ids)
-    batch.hidden.copy_(torch.stack([state[0].to(torch.bfloat16) for state in states]))
-    batch.input_ids.copy_(ids)
-    batch.position_ids.copy_(torch.arange(len(tokens)))
-    batch.document_ids.zero_()
-    batch.loss_mask[len(prompt) :] = True
-    if len(answer) < 2:
-        return Chain(accepted=(), committed=())
-    anchors = torch.arange(len(prompt), len(tokens) - 1).numpy()
-    right, _ = slots_right(drafter, frozen, batch, anchors, group=ANCHOR_GROUP, pieces=Pieces())
-    accepted = leading_true(right)
-    return walk(lambda a: int(accepted[a - len(prompt)]), [(len(prompt), len(tokens) - 1)])
+def refuse_unfit_prompts(
+    sets: list[PromptSet], survey: Survey, chat: ChatOptions, *, max_new_tokens: int
+) -> None:
+    """What the template or the target cannot take, before its weights are read."""
+    for row in (row for one in sets for row in one.rows):
+        length = len(row.ids(survey.tokenizer, options=chat))
+        refuse_too_long(row, length, max_new_tokens, survey.spec.max_position_embeddings)
 
 
-def load_prompts(source: str, tokenizer: Any, *, limit: int | None) -> list[list[int]]:
-    """Prompts as token ids, rendered by the target's template up to the answer."""
-    prompts: list[list[int]] = []
-    for number, row in enumerate(islice(iter_rows(source, split="train"), limit), start=1):
-        try:
-            prompts.append(encode_prompt(tokenizer, prompt_of(row)))
-        except SkipRow as reason:
-            raise DataError(f"{source}, row {number}: {reason}; repair or remove it") from None
-    if not prompts:
-        raise DataError(f"{source}: holds no prompts")
-    return prompts
-
-
-def prompt_of(row: Row) -> list[dict[str, Any]]:
-    """The turns of a row before the first answer."""
-    if isinstance(row.get("prompt"), str):
-        return [{"role": "user", "content": row["prompt"]}]
-    if not isinstance(row.get("messages", row.get("conversations")), list):
-        raise SkipRow("no messages, conversations or prompt")
-    turns = messages_of(row)
-    answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-    turns = turns[: answers[0]] if answers else turns
-    if not turns:
-        raise SkipRow("nothing comes before the first answer")
-    return turns
+def warn_of_idle_thinking(thinking: str, tokenizer: Any) -> None:
+    """Tell when the template asks for nothing of the kind."""
+    if thinking != "as-is" and "enable_thinking" not in str(tokenizer.get_chat_template()):
+        tqdm.write(
+            f"--thinking {thinking}: the chat template knows no enable_thinking, so it changes "
+            "nothing in the prompts",
+            file=sys.stderr,
+        )
 
 
 def refuse_other_target(

@@ -16,15 +16,15 @@ from reference import (
     starts_of,
 )
 
-from dflash_cache.target import load_target
+from dflash_cache.weights import load_target
 from dflash_fit import decode
 from dflash_fit.acceptance import leading_true, summarize, walk
 from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.decode import greedy, speculate
 from dflash_fit.drafter import DFlashDraftModel, DrafterConfig
-from dflash_fit.evaluate import offline_chain
 from dflash_fit.loss import Objective
 from dflash_fit.offline import document_chains, slots_right
+from dflash_fit.offline_text import offline_chain
 from dflash_fit.optim import AdamWConfig, FlatAdamW
 from dflash_fit.packing import Pack
 from dflash_fit.step import EagerStep, Frozen, Pieces, StepConfig, Trainer, run_blocks
@@ -351,12 +351,12 @@ def test_a_partly_trained_drafter_is_sometimes_right(partly):
 def test_before_every_draft_the_context_is_all_but_the_pending_anchor(partly, monkeypatch):
     seen = []
 
-    def record(session, anchor_token):
-        seen.append((session.length, anchor_token))
-        return original(session, anchor_token)
+    def record(contexts, anchors):
+        seen.append((contexts[0].length, int(anchors[0])))
+        return original(contexts, anchors)
 
-    original = decode.DraftSession.draft
-    monkeypatch.setattr(decode.DraftSession, "draft", record)
+    original = decode.draft_blocks
+    monkeypatch.setattr(decode, "draft_blocks", record)
     prompt = partly.prompts[0]
     answer = partly.speculate(prompt)
     ends = [sum(answer.chain.committed[:i]) for i in range(len(answer.chain.committed))]
