@@ -54,10 +54,12 @@ def survey_target(name: str, *, dtype: str, revision: str | None = None) -> Surv
     folder = find_target(name, revision=revision)
     tokenizer = load_tokenizer(folder)
     try:
+        config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+            model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers raises many kinds; all mean "cannot be loaded"
         raise TargetError(f"{name}: cannot be loaded ({first_line(error)})") from None
+    refuse_quantised(name, config)
     find_layers(model)
     spec = describe_target(name, folder, model, dtype=dtype)
     return Survey(
@@ -133,6 +135,17 @@ def find_layers(model: Any) -> tuple[Any, nn.ModuleList]:
         )
     refuse_scalings(model)
     return decoder, layers
+
+
+def refuse_quantised(name: str, config: Any) -> None:
+    """Quantised weights would be read as if they were plain numbers."""
+    for part in (config, config.get_text_config()):
+        if found := getattr(part, "quantization_config", None):
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise TargetError(
+                f"{name}: its weights are quantised ({method}); take the target in its own "
+                "precision, and quantise where you serve it"
+            )
 
 
 def refuse_scalings(model: Any) -> None:

@@ -12,16 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_cache.devices import DTYPES, pick_device
 from dflash_cache.errors import ConfigError, TargetError
 from dflash_cache.schema import TargetSpec
-from dflash_cache.survey import (
-    Survey,
-    find_layers,
-    first_line,
-    survey_target,
-    with_weights_hash,
-)
 
 
 class _EnoughLayers(Exception):
@@ -47,8 +39,31 @@ class Target:
 
     @property
     def head(self) -> Tensor:
-        weight: Tensor = self.model.get_output_embeddings().weight
+        head = self.model.get_output_embeddings()
+        assert head is not None, "the head of this target was not loaded, or was freed"
+        weight: Tensor = head.weight
         return weight
+
+    @property
+    def attention(self) -> str:
+        """The implementation of attention that the model runs, as transformers names it."""
+        name: str = self.model.config._attn_implementation
+        return name
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the final norm and all layers are there, so that there is a final state."""
+        cut = any(isinstance(part, NoFinalNorm) for part in self.decoder.children())
+        return not cut and len(self.layers) == self.spec.num_layers
+
+    def keep_up_to(self, layer_id: int) -> None:
+        """Give back the memory of all that lies above a target layer.
+
+        The embedding stays, and with it a head that is tied to it.
+        """
+        cut_above(self.model, self.decoder, self.layers, layer_id, tied=self.spec.tied_head)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def hidden_states(self, input_ids: Tensor, layer_ids: Sequence[int]) -> list[Tensor]:
@@ -57,6 +72,7 @@ class Target:
         Rows are padded on the right, so a causal target never sees the padding and needs no
         attention mask; `proofs` checks exactly that.
         """
+        assert max(layer_ids) < len(self.layers), (list(layer_ids), len(self.layers))
         with LayerTaps(self.layers, layer_ids, stop=True) as taps:
             with suppress(_EnoughLayers):
                 self.decoder(input_ids=input_ids.to(self.device), use_cache=False)
@@ -65,6 +81,7 @@ class Target:
     @torch.inference_mode()
     def hidden_and_final(self, input_ids: Tensor, layer_ids: Sequence[int]) -> list[Tensor]:
         """The same, and behind them what the head reads: the state after the final norm."""
+        assert self.is_whole, "this target was cut; it has no final state"
         with LayerTaps(self.layers, layer_ids, stop=False) as taps:
             output = self.decoder(input_ids=input_ids.to(self.device), use_cache=False)
             return [*taps.take(), output.last_hidden_state]
@@ -73,7 +90,8 @@ class Target:
     def all_hidden_states(self, input_ids: Tensor) -> tuple[Tensor, ...]:
         """What the library itself reports: entry 0 the embedding, entry i + 1 target layer i.
 
-        The last entry stands after the target's final norm in most families.
+        The last entry stands after the target's final norm in most families.  Of a target that
+        was cut, entries end with the last layer that is left, before any norm.
         """
         output = self.decoder(
             input_ids=input_ids.to(self.device), use_cache=False, output_hidden_states=True
@@ -84,6 +102,7 @@ class Target:
     @torch.inference_mode()
     def logits(self, input_ids: Tensor) -> Tensor:
         """What the whole model says [R, S, V], by its own way from states to logits."""
+        assert self.is_whole, "this target was cut; it has no logits"
         output = self.model(input_ids=input_ids.to(self.device), use_cache=False)
         logits: Tensor = output.logits
         return logits
@@ -91,9 +110,48 @@ class Target:
     @torch.inference_mode()
     def final_hidden(self, input_ids: Tensor) -> Tensor:
         """States [R, S, H] after the final norm: exactly what the head reads."""
+        assert self.is_whole, "this target was cut; it has no final state"
         output = self.decoder(input_ids=input_ids.to(self.device), use_cache=False)
         states: Tensor = output.last_hidden_state
         return states
+
+
+class NoFinalNorm(nn.Identity):
+    """Stands where the final norm of a target was cut away."""
+
+
+def cut_above(
+    model: Any, decoder: Any, layers: nn.ModuleList, layer_id: int, *, tied: bool = False
+) -> None:
+    """Take from a model what lies above a target layer: layers, final norm, and a head of its own.
+
+    The config still tells of all layers, so that what depends on their number (families that
+    share or alternate by it) is as in the whole model.
+    """
+    assert 0 <= layer_id < len(layers), (layer_id, len(layers))
+    del layers[layer_id + 1 :]
+    if (name := final_norm_name(decoder, layers)) is not None:
+        setattr(decoder, name, NoFinalNorm())
+    if not tied and (head := model.get_output_embeddings()) is not None:
+        owner, _, name = module_name(model, head).rpartition(".")
+        setattr(model.get_submodule(owner), name, None)
+
+
+def final_norm_name(decoder: Any, layers: nn.ModuleList) -> str | None:
+    """The norm that a decoder makes behind its layers: vectors alone, where a norm of its
+    embeddings would come before them."""
+    children = list(decoder.named_children())
+    behind = children[[part is layers for _, part in children].index(True) + 1 :]
+    for name, part in behind:
+        weights = list(part.parameters())
+        if weights and all(weight.ndim == 1 for weight in weights):
+            return str(name)
+    return None
+
+
+def module_name(model: nn.Module, wanted: nn.Module) -> str:
+    """Where in a model one of its modules is."""
+    return str(next(name for name, module in model.named_modules() if module is wanted))
 
 
 class LayerTaps:
@@ -155,52 +213,3 @@ def checked_layer_ids(layer_ids: Iterable[int], num_layers: int) -> list[int]:
             f"and {num_layers - 1} (0 is the first decoder layer)"
         )
     return ids
-
-
-def load_target(name: str, *, dtype: str, device: str) -> Target:
-    """Find, describe, hash and load a target."""
-    return load_weights(with_weights_hash(survey_target(name, dtype=dtype)), device=device)
-
-
-def load_weights(survey: Survey, *, device: str) -> Target:
-    """Load a surveyed target: frozen, in evaluation mode, with every weight that it should have."""
-    from transformers import AutoModelForCausalLM
-
-    on, name = pick_device(device), survey.spec.name
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            survey.folder,
-            dtype=DTYPES[survey.spec.dtype],
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    except Exception as error:  # transformers raises many kinds; all mean "cannot be loaded"
-        raise TargetError(f"{name}: cannot be loaded ({first_line(error)})") from None
-    if info["mismatched_keys"]:
-        raise TargetError(
-            f"{name}: weights have other shapes than config.json says "
-            f"({sorted(map(str, info['mismatched_keys']))[:2]} ...); are both of one model?"
-        )
-    if info["missing_keys"]:
-        raise TargetError(
-            f"{name}: weights are missing ({sorted(info['missing_keys'])[:3]} ...); it would run "
-            "with random ones. Is the folder complete?"
-        )
-    model.to(on).eval().requires_grad_(False)
-    decoder, layers = find_layers(model)
-    target = Target(
-        model=model,
-        decoder=decoder,
-        layers=layers,
-        tokenizer=survey.tokenizer,
-        spec=survey.spec,
-        stop_ids=survey.stop_ids,
-        device=on,
-    )
-    # The library unties a pair whose weights differ, whatever the config says.
-    if (target.head.data_ptr() == target.embedding.data_ptr()) != target.spec.tied_head:
-        raise TargetError(
-            f"{name}: config.json says tie_word_embeddings = {target.spec.tied_head}, the weights "
-            "say otherwise; correct config.json, or drafters would learn against a wrong head"
-        )
-    return target

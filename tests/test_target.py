@@ -21,18 +21,14 @@ from dflash_cache.devices import pick_device
 from dflash_cache.errors import ConfigError, TargetError
 from dflash_cache.schema import TokenizerSpec
 from dflash_cache.survey import Survey, refuse_scalings, survey_target
-from dflash_cache.target import (
-    Target,
-    checked_layer_ids,
-    default_layer_ids,
-    load_target,
-)
+from dflash_cache.target import Target, checked_layer_ids, default_layer_ids
 from dflash_cache.vocabulary import (
     choose_mask_token,
     describe_tokenizer,
     refuse_bad_mask_token,
     special_ids,
 )
+from dflash_cache.weights import load_target
 
 LAYERS = 6
 SMALL = {
