@@ -40,8 +40,9 @@ from dflash_cache.plan import Plan
 from dflash_cache.reader import CacheReader
 from dflash_cache.schema import FINAL_HIDDEN
 from dflash_cache.survey import Survey
-from dflash_cache.target import Target, load_weights
+from dflash_cache.target import Target
 from dflash_cache.verify import file_problem, verify_cache
+from dflash_cache.weights import load_weights
 
 PATIENCE = 300  # seconds; a build that takes longer hangs
 LATEST = 1.2  # in parts of the time that an attempt needs: some kills come too late
@@ -104,7 +105,7 @@ class Ground:
     paces: dict[int, Pace] = field(default_factory=dict)  # by workers
 
     def start(self, out: Path, *, workers: int) -> "Builder":
-        config = replace(self.config, out=out, workers=workers)
+        config = replace(self.config, out=out, devices=",".join(["cpu"] * workers))
         return Forked(self, config) if workers == 1 else Commanded(config)
 
 
@@ -132,7 +133,7 @@ def prepare(folder: Path, encodings: Sequence[str], workers: Sequence[int] = (1,
 def prepare_one(config: BuildConfig, workers: Sequence[int]) -> Ground:
     build.build_cache(config)
     survey, plan = build.plan_with_weights(config)
-    target = load_weights(survey, device=config.device)
+    target = load_weights(survey, device=config.devices)
     wanted = content(config.out)
     ground = Ground(config=config, survey=survey, plan=plan, target=target, wanted=wanted)
     for number in sorted(set(workers)):
@@ -159,7 +160,7 @@ def content(root: Path) -> dict[str, Any]:
         ),
         "samples": samples_of(root),
     }
-    for name in ledger.beside(ledger.read_identity(root)):
+    for name in ledger.beside(root, ledger.read_identity(root)):
         if name != "zarr.json":  # remembers how many workers began
             found[name] = (root / name).read_bytes()
     for unit, record in CacheReader(root).records.items():

@@ -6,9 +6,9 @@ Letters: t tokens of a sample, H hidden size.
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.storage import MemoryStore
 
 from dflash_cache import disk
+from dflash_cache.checks import Norms, unit_norms
 from dflash_cache.checksums import crc32c, digest
 from dflash_cache.codec import Codec
 from dflash_cache.encodings import ENCODINGS, Part
@@ -40,22 +41,34 @@ STORED: dict[torch.dtype, np.dtype[Any]] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncodedSample:
-    """States of one sample as they go to disk, on the CPU, one entry per plane of the identity."""
+    """States of one sample as they go to disk, one entry per plane of the identity."""
 
     parts: list[dict[str, Tensor]]  # part -> [t, H], or [t] for what is kept per token
     errors: list[Tensor]  # relative L2 error of every token, float32 [t]; empty where exact
+    norms: list[list[float]] = field(default_factory=list)  # median and loudest, where measured
+    slots: int = 0  # width of the padded row that it went through the target in, where it did
+    release: Callable[[], None] | None = None  # called when nothing looks at the tensors any more
+
+    def tensors(self) -> list[Tensor]:
+        return [*(tensor for parts in self.parts for tensor in parts.values()), *self.errors]
 
 
-def encoded_sample(states: Sequence[Tensor], planes: Sequence[str], codec: Codec) -> EncodedSample:
-    """A sample spelt where its states lie, then copied to the host: fewer bytes travel."""
+def spell(states: Sequence[Tensor], planes: Sequence[str], codec: Codec) -> EncodedSample:
+    """A sample spelt where its states lie."""
     parts = [codec.encode(plane, own) for plane, own in zip(planes, states, strict=True)]
     errors = [
         codec.errors(plane, own, spelt)
         for plane, own, spelt in zip(planes, states, parts, strict=True)
     ]
+    return EncodedSample(parts=parts, errors=[error for error in errors if error is not None])
+
+
+def encoded_sample(states: Sequence[Tensor], planes: Sequence[str], codec: Codec) -> EncodedSample:
+    """A sample spelt where its states lie, then copied to the host: fewer bytes travel."""
+    spelt = spell(states, planes, codec)
     return EncodedSample(
-        parts=[{name: part.cpu() for name, part in spelt.items()} for spelt in parts],
-        errors=[error.cpu() for error in errors if error is not None],
+        parts=[{name: part.cpu() for name, part in parts.items()} for parts in spelt.parts],
+        errors=[error.cpu() for error in spelt.errors],
     )
 
 
@@ -71,35 +84,48 @@ class Attempt:
         self.shards: dict[str, ShardWriter] = {}
         self.per_token: dict[str, list[np.ndarray]] = {}
         self.errors: dict[str, list[np.ndarray]] = {plane: [] for plane in identity.planes}
+        self.norms: list[list[list[float]]] = []  # of each sample, by plane: median and loudest
+        self.slots = 0
 
     @property
     def tokens(self) -> int:
         return self.starts[-1]
 
     def write_states(self, states: Iterable[EncodedSample]) -> None:
-        """All planes, streamed: a sample is written while the next one is computed."""
+        """All planes, streamed: a sample is written while the next one is computed.
+
+        Nothing of a sample is looked at after its `release` was called.
+        """
         for plane in self.identity.planes:
             for part in self.parts:
                 self._open(part_of(plane, part.name), part)
         with ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="writer") as pool:
             writing: list[Future[None]] = []
             for length, sample in zip(self.lengths, states, strict=True):
-                for future in writing:
-                    future.result()
+                _wait(writing)
                 writing = [
                     pool.submit(self._write_plane, plane, length, parts)
                     for plane, parts in zip(self.identity.planes, sample.parts, strict=True)
                 ]
-                for plane, errors in zip(self.identity.planes, sample.errors, strict=False):
-                    self.errors[plane].append(errors.numpy())
-            for future in writing:
-                future.result()
+                self._note(sample)
+                if sample.release is not None:
+                    _wait(writing)
+                    sample.release()
+            _wait(writing)
             list(pool.map(ShardWriter.close, self.shards.values()))
         for name, shard in self.shards.items():
             self.files[f"{name}/c/0/0"] = shard.entry
             self._write_array(f"checksums/{name}", np.array(shard.checksums, np.uint32))
         for name, pieces in self.per_token.items():
             self._write_array(name, self._on_rows(pieces))
+
+    def _note(self, sample: EncodedSample) -> None:
+        """What was measured of a sample."""
+        for plane, errors in zip(self.identity.planes, sample.errors, strict=False):
+            self.errors[plane].append(errors.numpy().copy())
+        if sample.norms:
+            self.norms.append(sample.norms)
+        self.slots += sample.slots
 
     def _open(self, name: str, part: Part) -> None:
         if not part.per_channel:
@@ -128,7 +154,7 @@ class Attempt:
             if part.per_channel:
                 self.shards[name].write(values.view(torch.uint8).numpy())
             else:
-                self.per_token[name].append(values.numpy())
+                self.per_token[name].append(values.numpy().copy())
 
     def write_tokens(self, samples: Sequence[Sample]) -> None:
         ids = [sample.input_ids.astype(np.int32) for sample in samples]
@@ -182,6 +208,10 @@ class Attempt:
             for plane, errors in found.items()
         }
 
+    def unit_norms(self) -> Norms:
+        """Norms of the samples' tokens, by plane; empty where they were not measured."""
+        return unit_norms(np.array(self.norms), self.identity.planes) if self.norms else {}
+
     def folders(self) -> list[Path]:
         """Every folder of the attempt, innermost first."""
         inside = [path for path in self.folder.rglob("*") if path.is_dir()]
@@ -190,3 +220,8 @@ class Attempt:
     def abandon(self) -> None:
         for shard in self.shards.values():
             shard.abandon()
+
+
+def _wait(writing: Iterable[Future[None]]) -> None:
+    for future in writing:
+        future.result()

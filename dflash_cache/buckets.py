@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# Token slots that a target computes in the time that a batch costs whatever its size: launches of
+# a thousand kernels and matrix products that do not fill the GPU are worth some hundred tokens.
+BATCH_SLOTS = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
@@ -60,15 +64,34 @@ def cut(items: Sequence[int], sizes: Sequence[int], *, limit: int) -> list[list[
 
 
 def plan_batches(lengths: Sequence[int], *, batch_tokens: int) -> list[list[int]]:
-    """Rows of each padded batch: as many as fit `batch_tokens` slots at the longest row's length.
+    """Rows of each padded batch, in runs of the rows sorted by length, longest first.
 
-    Rows come back sorted by length, longest batch first, so that a batch too big for memory is
-    found at once.
+    A batch takes at most `batch_tokens` slots, which is its rows times its longest row, unless it
+    is one row.  Of all ways to cut the runs the one with the fewest slots is taken, where a batch
+    of its own counts for `BATCH_SLOTS` more: neither rows of unlike length are padded up to the
+    longest, nor a unit cut into more batches than that saves.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    widths = np.asarray(lengths, dtype=np.int64)[order]
+    total = len(order)
+    costs = np.zeros(total + 1, np.int64)  # of the rows from here on
+    ends = np.zeros(total, np.int64)  # of the batch that begins here
+    for begin in reversed(range(total)):
+        width = int(widths[begin])
+        most = max(1, batch_tokens // max(1, width))
+        rows = np.arange(min(most, total - begin), 0, -1)  # of equal costs the most rows
+        found = rows * width + BATCH_SLOTS + costs[begin + rows]
+        best = int(found.argmin())
+        costs[begin], ends[begin] = found[best], begin + rows[best]
     batches: list[list[int]] = []
-    for row in order:
-        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > batch_tokens:
-            batches.append([])
-        batches[-1].append(row)
+    begin = 0
+    while begin < total:
+        end = int(ends[begin])
+        batches.append(order[begin:end])
+        begin = end
     return batches
+
+
+def count_slots(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> int:
+    """Token slots of padded batches, padding included."""
+    return sum(len(batch) * max(lengths[row] for row in batch) for batch in batches)

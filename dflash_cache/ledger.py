@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dflash_cache.lock import LOCK, writable
 from dflash_cache.schema import (
     CHANNELS_FILE,
     FORMAT_VERSION,
+    PROBE_FILE,
     Identity,
     Manifest,
     UnitRecord,
@@ -28,7 +30,7 @@ from dflash_cache.schema import (
 )
 
 # What a cache that has lost its zarr.json may still hold; its records say whose it is.
-OWN = (LOCK, "units", "commits", "plan.parquet", "frozen.safetensors", CHANNELS_FILE)
+OWN = (LOCK, "units", "commits", "plan.parquet", "frozen.safetensors", PROBE_FILE, CHANNELS_FILE)
 READ_AHEAD = 16  # records asked for at once
 
 
@@ -62,11 +64,22 @@ def begin(root: Path, identity: Identity, options: dict[str, Any]) -> None:
         root.mkdir(parents=True, exist_ok=True)
         if not (root / "zarr.json").is_file():
             disk.write_file(root / "zarr.json", root_group(identity, options))
+        else:
+            _remember_skips(root, options)
         for folder in ("units", "commits"):
             (root / folder).mkdir(exist_ok=True)
     disk.refuse_no_links(root / "commits")  # rather than after the first unit
     disk.fsync_path(root)
     disk.fsync_path(root.absolute().parent)
+
+
+def _remember_skips(root: Path, options: dict[str, Any]) -> None:
+    """A build that goes on with fewer proofs stays known for it, whoever finishes it."""
+    identity, begun_with = read_root(root)
+    wanted = options.get("no_proof", [])
+    if wanted != begun_with.get("no_proof", []):
+        changed = {**begun_with, "no_proof": wanted}
+        disk.write_file(root / "zarr.json", root_group(identity, changed))
 
 
 def root_group(identity: Identity, options: dict[str, Any]) -> bytes:
@@ -241,10 +254,37 @@ def encoding_error(records: Iterable[UnitRecord]) -> dict[str, dict[str, float]]
     }
 
 
-def beside(identity: Identity) -> list[str]:
-    """Files beside the units, all of which the manifest knows."""
+def first_norms(
+    root: Path, fingerprint: str, *, count: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Norms in the records of the first units that are committed, by unit.
+
+    A record that cannot be read is for others to tell: a repair is about to write it anew.
+    """
+    found = {}
+    for unit in recorded_units(root)[:count]:
+        with suppress(CacheError, OSError):
+            found[unit] = _own(
+                read_record(record_path(root, unit)), unit, fingerprint, where=unit
+            ).norms
+    return found
+
+
+def padding_share(records: Iterable[UnitRecord]) -> float | None:
+    """Share of the target's token slots that were padding; None where no unit counted them."""
+    counted = [(record.slots, sum(record.lengths)) for record in records if record.slots]
+    slots = sum(slots for slots, _ in counted)
+    return 1 - sum(tokens for _, tokens in counted) / slots if slots else None
+
+
+def beside(root: Path, identity: Identity) -> list[str]:
+    """Files beside the units, all of which the manifest knows.
+
+    A cache of an older version, or one that was built without it, has no probe.
+    """
     names = ["zarr.json", "plan.parquet", "frozen.safetensors"]
-    return names + ([CHANNELS_FILE] if ENCODINGS[identity.encoding].static_scales else [])
+    names += [CHANNELS_FILE] if ENCODINGS[identity.encoding].static_scales else []
+    return names + ([PROBE_FILE] if (root / PROBE_FILE).is_file() else [])
 
 
 def read_manifest(root: str | Path) -> Manifest:

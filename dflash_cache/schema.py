@@ -13,6 +13,7 @@
       commits/<unit>.json           the only source of truth, created exclusively
       channels.safetensors          float32 [H] per plane, in the encoding with static scales
       frozen.safetensors            token embedding and LM head of the target
+      probe.safetensors             bfloat16 [t, H] per plane: what the library says of one sample
       manifest.json                 the seal: from then on the cache is immutable
 
 Target layer i is the output of decoder layer i, which is entry i + 1 of a Hugging Face
@@ -25,7 +26,7 @@ those of the files of its unit, and both are exactly the bytes that this module 
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from hashlib import sha256
 from typing import Any, Self
 
@@ -36,6 +37,8 @@ from dflash_cache.layout import first_rows
 
 FORMAT_VERSION = 2
 CHANNELS_FILE = "channels.safetensors"
+PROBE_FILE = "probe.safetensors"
+PROBE_TOKENS = 256  # at most
 FINAL_HIDDEN = "final_hidden"
 FINAL_POSITION = "after the final norm"
 LAYER_CONVENTION = "output of decoder layer i = hidden_states[i + 1]"
@@ -55,17 +58,21 @@ def canonical_json(value: Any) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A dataclass that goes to JSON and comes back, refusing unknown or missing fields."""
+    """A dataclass that goes to JSON and comes back, refusing unknown or missing fields.
+
+    A field with a default may be missing: it was not written yet when the record was.
+    """
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, value: dict[str, Any], *, where: str) -> Self:
-        wanted = {f.name for f in fields(cls)}
+        known = {f.name for f in fields(cls)}
+        wanted = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}
         found = set(value) if isinstance(value, dict) else set()
-        if found != wanted:
-            missing, unknown = sorted(wanted - found), sorted(found - wanted)
+        if not wanted <= found <= known:
+            missing, unknown = sorted(wanted - found), sorted(found - known)
             raise CacheError(
                 f"{where}: not a {cls.__name__} of format {FORMAT_VERSION} "
                 f"(missing {missing}, unknown {unknown}); was it written by another version?"
@@ -167,11 +174,14 @@ def plane_of(layer_id: int) -> str:
     return f"{HIDDEN}/{layer_id}"
 
 
+def layer_of(plane: str) -> int:
+    """The target layer of a plane that holds one's states."""
+    return int(plane.removeprefix(f"{HIDDEN}/"))
+
+
 def spoken(plane: str) -> str:
     """A plane as people call it."""
-    if plane == FINAL_HIDDEN:
-        return "final hidden state"
-    return f"target layer {plane.removeprefix(f'{HIDDEN}/')}"
+    return "final hidden state" if plane == FINAL_HIDDEN else f"target layer {layer_of(plane)}"
 
 
 def part_of(plane: str, part: str) -> str:
@@ -214,6 +224,9 @@ class UnitRecord(Record):
     channels_checksum: int | None  # of the static scales that its states were spelt with
     encoding_error: dict[str, dict[str, float]]  # plane -> median and p99; empty where exact
     files: dict[str, list[int]]  # relative path -> size in bytes, XXH3-64
+    # plane -> median, least and greatest median norm of a sample, loudest token; empty: unknown
+    norms: dict[str, dict[str, float]] = field(default_factory=dict)
+    slots: int = 0  # that the target ran for it, padding included; 0: unknown
 
     @property
     def starts(self) -> list[int]:
@@ -251,13 +264,14 @@ class Manifest(Record):
     buckets: dict[str, int]
     rows: int
     skipped: dict[str, int]
-    proofs: dict[str, Any]
+    proofs: dict[str, Any]  # what each one measured; "skipped" names those that were left out
     agreement: dict[str, Any]
     encoding_error: dict[str, dict[str, float]]  # plane -> median and p99; empty where exact
     files: dict[str, list[int]]  # beside the manifest: name -> size in bytes, XXH3-64
     options: dict[str, Any]  # of the build, so that damaged units can be extracted again
     software: dict[str, str]
     created: str
+    padding_share: float | None = None  # of the slots that the target ran; None: unknown
 
     def to_bytes(self) -> "Payload":
         return sealed_json(self.to_dict())

@@ -138,6 +138,8 @@ def write_unit(
         groups=[sample.group for sample in samples],
         channels_checksum=channels_checksum,
         encoding_error=attempt.encoding_error(),
+        norms=attempt.unit_norms(),
+        slots=attempt.slots,
         files=dict(sorted(attempt.files.items())),
     )
     return publish(root, record)

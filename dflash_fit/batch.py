@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dflash_cache.encodings import ENCODINGS, EXPONENTS, HIDDEN, SCALES, decode
+from dflash_cache.pinned import host_tensor
 from dflash_fit.attention import Blocks
-from dflash_fit.pinned import host_tensor
 
 ENCODING_OF = {encoding.parts[0].dtype: name for name, encoding in ENCODINGS.items()}
 

@@ -9,8 +9,8 @@ import torch
 from dflash_cache.encodings import ENCODINGS, decode, encode
 from dflash_cache.errors import DFlashError
 from dflash_cache.layout import ALIGNMENT
+from dflash_cache.pinned import host_tensor
 from dflash_fit.batch import Batch, BatchShape
-from dflash_fit.pinned import host_tensor
 
 CPU = torch.device("cpu")
 

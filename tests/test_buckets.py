@@ -1,12 +1,22 @@
 """The plan of units and batches: nobody lost, nobody twice, everybody where they fit."""
 
 from collections import Counter
-from itertools import pairwise
+from itertools import combinations, pairwise
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_cache.buckets import bucket_edges_of, cut, plan_batches, plan_units
+from dflash_cache.buckets import (
+    BATCH_SLOTS,
+    bucket_edges_of,
+    count_slots,
+    cut,
+    plan_batches,
+    plan_units,
+)
+from dflash_cache.config import BuildConfig
 
 LENGTHS = st.lists(st.integers(1, 600), max_size=60)
 EDGES = st.lists(st.integers(1, 500), min_size=1, max_size=5, unique=True).map(sorted)
@@ -113,3 +123,53 @@ def test_the_longest_batch_comes_first(lengths, batch_tokens):
     batches = plan_batches(lengths, batch_tokens=batch_tokens)
     order = [lengths[row] for batch in batches for row in batch]
     assert order == sorted(lengths, reverse=True)
+
+
+def every_cut(rows: list[int]) -> list[list[list[int]]]:
+    """All ways to cut a sequence into runs."""
+    places = [
+        places for count in range(len(rows)) for places in combinations(range(1, len(rows)), count)
+    ]
+    return [[rows[a:b] for a, b in pairwise([0, *cuts, len(rows)])] for cuts in places]
+
+
+@given(lengths=st.lists(st.integers(1, 900), min_size=1, max_size=8), batch_tokens=LIMIT)
+def test_no_other_cut_of_the_sorted_rows_costs_less(lengths, batch_tokens):
+    def cost(batches: list[list[int]]) -> int:
+        return count_slots(lengths, batches) + BATCH_SLOTS * len(batches)
+
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    others = [
+        batches
+        for batches in every_cut(order)
+        if all(len(b) == 1 or count_slots(lengths, [b]) <= batch_tokens for b in batches)
+    ]
+    found = plan_batches(lengths, batch_tokens=batch_tokens)
+    assert cost(found) == min(map(cost, others))
+
+
+def conversations(count: int, *, seed: int) -> list[int]:
+    """Lengths of chats: log-normal, few of them long."""
+    rng = np.random.default_rng(seed)
+    return np.exp(rng.normal(np.log(900), 0.85, count)).clip(200, 8000).astype(int).tolist()
+
+
+@pytest.mark.parametrize("count", [60, 500, 5000])
+@pytest.mark.parametrize("batch_tokens", [BuildConfig.batch_tokens, BuildConfig.batch_tokens // 2])
+def test_padding_is_less_than_5_percent_of_the_slots_at_the_default_edges(count, batch_tokens):
+    lengths = conversations(count, seed=count)
+    units = plan_units(lengths, edges=BuildConfig.bucket_edges, unit_tokens=BuildConfig.unit_tokens)
+    slots = batches = 0
+    for unit in units:
+        own = [lengths[member] for member in unit.members]
+        planned = plan_batches(own, batch_tokens=batch_tokens)
+        slots += count_slots(own, planned)
+        batches += len(planned)
+    assert 1 - sum(lengths) / slots < 0.05
+    # And not by many little batches: a large data set fills them.
+    if count == 5000:
+        assert slots / batches > 0.7 * batch_tokens
+
+
+def test_rows_of_one_length_are_cut_into_the_fewest_batches():
+    assert [len(batch) for batch in plan_batches([100] * 25, batch_tokens=1000)] == [10, 10, 5]

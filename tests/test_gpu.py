@@ -9,11 +9,11 @@ from test_loop import losses, tiny_fit
 
 from dflash_cache.build import build_cache
 from dflash_cache.config import ENCODING_NAMES
+from dflash_cache.pinned import host_tensor
 from dflash_cache.reader import CacheReader
 from dflash_fit import loop
 from dflash_fit.config import EvalConfig
 from dflash_fit.evaluate import evaluate_drafter
-from dflash_fit.pinned import host_tensor
 
 # The compiler warns of itself.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -100,7 +100,7 @@ def test_a_run_in_bf16_goes_on_where_it_stopped(tiny_cache, tmp_path):
 def test_a_cache_built_on_the_gpu_holds_the_states_of_the_cpu(
     tiny_cache, tiny_target, tiny_data, tmp_path
 ):
-    build_cache(tiny_build(tiny_target, tiny_data, tmp_path / "cache", device="cuda"))
+    build_cache(tiny_build(tiny_target, tiny_data, tmp_path / "cache", devices="cuda"))
     there, here = CacheReader(tmp_path / "cache"), CacheReader(tiny_cache)
     assert there.identity == here.identity
     layer_ids = here.identity.target_layer_ids

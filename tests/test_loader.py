@@ -10,11 +10,11 @@ from conftest import tiny_build
 
 from dflash_cache.build import build_cache
 from dflash_cache.config import ENCODING_NAMES
+from dflash_cache.pinned import host_tensor
 from dflash_cache.reader import CacheReader
 from dflash_fit.anchors import candidates, draw
 from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.loader import PackSource, Position, fill_documents
-from dflash_fit.pinned import host_tensor
 
 ANCHORS = 12
 

@@ -1,4 +1,4 @@
-"""Host memory that the GPU can fetch from by itself, of exactly the size asked for.
+"""Host memory that the GPU can fetch from and write to by itself, of exactly the size asked for.
 
 torch's own pinned allocator rounds up to a power of two: 2.5 GB of states would take 4.3.
 """
@@ -32,6 +32,7 @@ def register(tensor: Tensor) -> None:
     if failed:
         raise DFlashError(
             f"{storage.nbytes() / 1e9:.2f} GB of memory cannot be pinned (CUDA error {failed}); "
-            "free some memory, raise `ulimit -l`, or take a smaller --token-budget"
+            "free some memory, raise `ulimit -l`, or take a smaller --token-budget (training) or "
+            "--batch-tokens (extraction)"
         )
     weakref.finalize(storage, cuda.cudaHostUnregister, address)
