@@ -49,6 +49,11 @@ def is_ready(row: Row) -> bool:
     return row.get("input_ids") is not None and row.get("loss_mask") is not None
 
 
+def is_chat(row: Row) -> bool:
+    """Whether the row goes through a chat template."""
+    return not is_ready(row) and not isinstance(row.get("text"), str)
+
+
 def messages_of(row: Row) -> list[dict[str, Any]]:
     """The row as OpenAI-style messages."""
     if isinstance(row.get("messages"), list):

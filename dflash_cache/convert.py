@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from dflash_cache.files import file_entry
 from dflash_cache.plan import refuse_too_small_a_disk, unit_bytes
 from dflash_cache.reader import CacheReader
 from dflash_cache.samples import Sample
-from dflash_cache.schema import Identity, Manifest, UnitRecord
+from dflash_cache.schema import PROBE_FILE, Identity, Manifest, UnitRecord
 
-COPIED = ("plan.parquet", "frozen.safetensors")  # the same in every encoding
+COPIED = ("plan.parquet", "frozen.safetensors", PROBE_FILE)  # the same in every encoding
 
 
 def convert_cache(
@@ -56,7 +57,7 @@ def convert_cache(
         refuse_too_small_a_disk(out, _still_needed(out, reader, identity))
         options = {**reader.manifest.options, "encoding": encoding}
         ledger.begin(out, identity, options)
-        for name in COPIED:
+        for name in _copied(reader):
             reader.copy_file(name, out / name)
         records = _convert_units(reader, identity, out, committed, on)
         manifest = _manifest(reader, identity, out, records, options)
@@ -78,11 +79,18 @@ def _wanted(reader: CacheReader, encoding: str) -> Identity:
     return replace(reader.identity, encoding=encoding)
 
 
+def _copied(reader: CacheReader) -> list[str]:
+    """What of it the source has: not every cache has a probe."""
+    return [name for name in COPIED if name in reader.manifest.files]
+
+
 def _still_needed(out: Path, reader: CacheReader, identity: Identity) -> int:
     """Bytes that are not written yet."""
     done = set(ledger.recorded_units(out))
     missing = [record for unit, record in reader.records.items() if unit not in done]
-    copied = [reader.manifest.files[name][0] for name in COPIED if not (out / name).is_file()]
+    copied = [
+        reader.manifest.files[name][0] for name in _copied(reader) if not (out / name).is_file()
+    ]
     return sum(unit_bytes(identity, record.lengths) for record in missing) + sum(copied)
 
 
@@ -111,9 +119,20 @@ def _convert_units(
                 plan = UnitPlan(name=unit, bucket=record.bucket, members=())
                 states = _states(reader, identity, samples, numbers, device, codec, progress)
                 records[unit] = store.write_unit(
-                    out, plan, samples, states, identity=identity, channels_checksum=codec.checksum
+                    out,
+                    plan,
+                    samples,
+                    states,
+                    identity=identity,
+                    channels_checksum=codec.checksum,
+                    publish=partial(_commit_as_measured, record),
                 )
     return [records[unit] for unit in reader.records]
+
+
+def _commit_as_measured(source: UnitRecord, root: Path, record: UnitRecord) -> UnitRecord:
+    """With what the target's own run measured, which no spelling changes."""
+    return store.commit(root, replace(record, norms=source.norms, slots=source.slots))
 
 
 def _sample(reader: CacheReader, number: int) -> Sample:
@@ -155,7 +174,7 @@ def _manifest(
     options: dict[str, Any],
 ) -> Manifest:
     """The source's evidence, with the new sizes and what the encoding lost."""
-    beside = {name: file_entry(out / name) for name in ledger.beside(identity)}
+    beside = {name: file_entry(out / name) for name in ledger.beside(out, identity)}
     held = ledger.totals(records)
     return replace(
         reader.manifest,

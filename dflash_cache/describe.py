@@ -31,13 +31,17 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 def describe_cache(root: str | Path) -> dict[str, Any]:
     """What `dflash cache info` prints, for a complete cache or a half-built one."""
-    identity = ledger.read_identity(root)
+    identity, options = ledger.read_root(root)
     complete = is_url(root) or (Path(root) / "manifest.json").is_file()
     if complete:
         seal = ledger.read_manifest(root).to_dict()  # which knows the totals: one file to read
     else:
         records = ledger.committed_units(Path(root), fingerprint=identity.fingerprint).values()
-        seal = {**ledger.totals(records), "encoding_error": ledger.encoding_error(records)}
+        seal = {
+            **ledger.totals(records),
+            "encoding_error": ledger.encoding_error(records),
+            "padding_share": ledger.padding_share(records),
+        }
     return {
         "complete": complete,
         "samples": seal["samples"],
@@ -48,6 +52,7 @@ def describe_cache(root: str | Path) -> dict[str, Any]:
         "bytes_per_token": bytes_per_token(identity),
         "encoding": identity.encoding,
         "encoding_error": seal["encoding_error"],
+        "padding_share": seal["padding_share"],
         "target_layer_ids": identity.target_layer_ids,
         "final_hidden": identity.final_hidden,
         "hidden_size": identity.hidden_size,
@@ -58,7 +63,7 @@ def describe_cache(root: str | Path) -> dict[str, Any]:
         "mask_token_id": identity.tokenizer["mask_token_id"],
         "fingerprint": identity.fingerprint,
         "agreement": seal.get("agreement", {}),
-        "proofs": seal.get("proofs", {}),
+        "proofs": seal.get("proofs", {"skipped": options.get("no_proof", [])}),
         "skipped": seal.get("skipped", {}),
         "software": seal.get("software", {}),
     }

@@ -12,9 +12,17 @@ from dflash_cache.encodings import ENCODINGS
 from dflash_cache.errors import DiskFullError
 from dflash_cache.layout import ALIGNMENT, CHUNK_TOKENS, RawPlane, chunks_of, index_bytes, round_up
 from dflash_cache.samples import Samples, load_samples
-from dflash_cache.schema import FINAL_POSITION, FORMAT_VERSION, LAYER_CONVENTION, Identity
+from dflash_cache.schema import (
+    FINAL_POSITION,
+    FORMAT_VERSION,
+    LAYER_CONVENTION,
+    PROBE_FILE,
+    PROBE_TOKENS,
+    Identity,
+)
 from dflash_cache.survey import Survey, survey_target
 from dflash_cache.target import checked_layer_ids, default_layer_ids
+from dflash_cache.template import prove_template
 from dflash_cache.vocabulary import describe_tokenizer, special_ids
 
 # What zstd leaves of the exponents of hidden states; 0.40 was measured, a plan must not promise
@@ -70,6 +78,8 @@ def make_plan(config: BuildConfig, found: Survey) -> Plan:
         vocab_size=spec.vocab_size,
         max_positions=spec.max_position_embeddings,
     )
+    if "template" not in config.no_proof:
+        prove_template(found.tokenizer, samples.chats, stop_ids=found.stop_ids)
     layer_ids = (
         checked_layer_ids(config.target_layers, spec.num_layers)
         if config.target_layers is not None
@@ -109,6 +119,7 @@ def make_plan(config: BuildConfig, found: Survey) -> Plan:
         bytes_per_token=bytes_per_token(identity),
         frozen_bytes=frozen,
         bytes=frozen
+        + probe_bytes(identity, samples.lengths)
         + len(identity.planes) * spec.hidden_size * 4 * ENCODINGS[config.encoding].static_scales
         + sum(
             unit_bytes(identity, [samples.lengths[member] for member in unit.members])
@@ -125,6 +136,12 @@ def bytes_per_token(identity: Identity) -> int:
         size = part.dtype.itemsize * (identity.hidden_size if part.per_channel else 1)
         states += len(identity.planes) * size * (EXPONENT_SHARE if part.compressed else 1)
     return int(states) + 4 + 1
+
+
+def probe_bytes(identity: Identity, lengths: Sequence[int]) -> int:
+    """Bytes of the probe, an upper estimate."""
+    tokens = min(PROBE_TOKENS, max(lengths, default=0))
+    return tokens * (len(identity.planes) * identity.hidden_size * 2 + 4) + ALIGNMENT
 
 
 def unit_bytes(identity: Identity, lengths: Sequence[int]) -> int:
@@ -156,7 +173,9 @@ def still_needed(root: Path, plan: Plan, committed: Iterable[str]) -> int:
         for unit in plan.units
         if unit.name not in done
     )
-    return units + (0 if (root / "frozen.safetensors").is_file() else plan.frozen_bytes)
+    frozen = 0 if (root / "frozen.safetensors").is_file() else plan.frozen_bytes
+    probe = 0 if (root / PROBE_FILE).is_file() else probe_bytes(plan.identity, lengths)
+    return units + frozen + probe
 
 
 def refuse_too_small_a_disk(root: Path, needed: int, *, instead: str = "") -> None:

@@ -2,18 +2,21 @@
 
 Users lose weeks to caches that are silently wrong: shifted by a layer, taken after the final
 norm, all zero on hybrid targets, wrong for padded rows.  None of these shows in a training loss.
+
+Letters: R rows of a padded batch, S its width, t tokens of a row, H hidden size.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from torch.nn.functional import linear
 
+from dflash_cache.diagnosis import UNKNOWN, cause_of, relative_error
 from dflash_cache.errors import ProofError
-from dflash_cache.samples import Sample
+from dflash_cache.report import report_of
+from dflash_cache.schema import FINAL_HIDDEN, plane_of
 from dflash_cache.target import Target
 
 # Relative L2 error that one token of one layer may have, by the target's dtype, where kernels of
@@ -22,30 +25,28 @@ from dflash_cache.target import Target
 TOLERANCE = {"bfloat16": 0.15, "float32": 1e-3}
 # Hooks and the library's own report come from equal forwards; neighbouring layers differ by more.
 HOOK_TOLERANCE = {"bfloat16": 0.02, "float32": 1e-4}
-# A greedy agreement under this says that the text is not the target's own.
-LOW_AGREEMENT = 0.5
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Largest relative L2 distance between rows of the last dimension; infinite where NaN is."""
-    found, wanted = found.float(), wanted.float()
-    distance = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)
-    return float(distance.nan_to_num(nan=torch.inf).max())
+LEFT_PADDED = "left padding: the states are those of a row with the filler in front of it"
 
 
 def prove_hooks(target: Target, input_ids: Tensor, layer_ids: Sequence[int]) -> float:
-    """Target layer i, taken by hook, is entry i + 1 of the library's own `hidden_states`."""
+    """Target layer i, taken by hook from one row [1, t], is entry i + 1 of `hidden_states`.
+
+    The last layer's own output is what the library gives to its final norm.
+    """
     hooked = target.hidden_states(input_ids, layer_ids)
-    reported = target.all_hidden_states(input_ids)
+    report = report_of(target, input_ids[0])
     worst = 0.0
     for layer_id, states in zip(layer_ids, hooked, strict=True):
-        if layer_id == target.spec.num_layers - 1:
-            continue  # that entry stands after the final norm; nothing to compare with
-        worst = max(worst, relative_error(states, reported[layer_id + 1]))
+        wanted = report.layer(layer_id)
+        if wanted is None:
+            continue  # a last layer and no norm behind it that we know
+        worst = max(worst, relative_error(states[0], wanted))
         if worst > HOOK_TOLERANCE[target.spec.dtype]:
+            limit = HOOK_TOLERANCE[target.spec.dtype]
+            cause = cause_of(states[0], plane_of(layer_id), report, limit=limit)
             raise ProofError(
                 f"target layer {layer_id}: its hooked output differs from hidden_states"
-                f"[{layer_id + 1}] by {worst:.3g} (relative); the states would be of another layer"
+                f"[{layer_id + 1}] by {worst:.3g} (relative): {cause}"
             )
     return worst
 
@@ -58,10 +59,10 @@ def prove_frozen(target: Target, input_ids: Tensor) -> float:
     """
     ids = input_ids.to(target.device)
     entered = relative_error(target.all_hidden_states(ids)[0], target.embedding[ids])
-    plain = torch.nn.functional.linear(target.final_hidden(ids), target.head)
-    left = relative_error(plain, target.logits(ids))
+    read, logits = head_input(target, ids)
+    left = relative_error(linear(read, target.head), logits)
     for worst, what in ((entered, "embedding rows"), (left, "head times the final state")):
-        if worst > TOLERANCE[target.spec.dtype]:
+        if not worst <= TOLERANCE[target.spec.dtype]:
             raise ProofError(
                 f"{target.spec.name}: its {what} differ by {worst:.3g} (relative) from what the "
                 "model computes; it scales or adds something that drafters cannot repeat"
@@ -69,9 +70,43 @@ def prove_frozen(target: Target, input_ids: Tensor) -> float:
     return max(entered, left)
 
 
+def prove_final(target: Target, input_ids: Tensor, layer_ids: Sequence[int]) -> float:
+    """The final hidden state of a row [1, t] is what the head reads: head @ it = logits."""
+    ids = input_ids.to(target.device)
+    read, logits = head_input(target, ids)
+    limit, worst = TOLERANCE[target.spec.dtype], 0.0
+    for found in (target.hidden_and_final(ids, layer_ids)[-1], target.final_hidden(ids)):
+        error = max(relative_error(linear(found, target.head), logits), relative_error(found, read))
+        worst = max(worst, error)
+        if worst > limit:
+            report = report_of(target, input_ids[0])
+            cause = cause_of(found[0], FINAL_HIDDEN, report, limit=limit)
+            raise ProofError(
+                f"{target.spec.name}: the final hidden state is not what the head reads, the "
+                f"logits that it gives differ by {worst:.3g} (relative): {cause}"
+            )
+    return worst
+
+
+def head_input(target: Target, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """What the head is given in the whole model [R, S, H], and the model's logits [R, S, V]."""
+    given: list[Tensor] = []
+
+    def note(module: Any, inputs: Any) -> None:
+        given.append(inputs[0])
+
+    hook = target.model.get_output_embeddings().register_forward_pre_hook(note)
+    try:
+        logits = target.logits(input_ids)
+    finally:
+        hook.remove()
+    return given[-1], logits
+
+
 def prove_padding(target: Target, rows: Sequence[Tensor], layer_ids: Sequence[int]) -> float:
     """A row in a padded batch has the states that it has alone."""
     batch = pad_right(rows)
+    refuse_left_padding(batch, rows)
     together = target.hidden_states(batch, layer_ids)
     worst = 0.0
     for index, row in enumerate(rows):
@@ -80,10 +115,11 @@ def prove_padding(target: Target, rows: Sequence[Tensor], layer_ids: Sequence[in
         ):
             worst = max(worst, relative_error(states[index, : len(row)], alone[0]))
             if worst > TOLERANCE[target.spec.dtype]:
+                cause = _cause_in_batch(target, states[index], alone[0], row, plane_of(layer_id))
                 raise ProofError(
                     f"target layer {layer_id}: a row of {len(row)} tokens padded to "
-                    f"{batch.shape[1]} differs from the same row alone by {worst:.3g} (relative); "
-                    "padding leaks into the states of this target"
+                    f"{batch.shape[1]} differs from the same row alone by {worst:.3g} (relative): "
+                    f"{cause}"
                 )
     return worst
 
@@ -93,69 +129,62 @@ def pad_right(rows: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=0)
 
 
-def check_states(states: Tensor, *, where: str) -> None:
-    """States [t, H] of one sample and layer: finite, not zero, not the same for every token."""
-    if not bool(torch.isfinite(states).all()):
-        raise ProofError(f"{where}: NaN or infinity in the states; try --target-dtype float32")
-    norms = states.float().norm(dim=-1)
-    if bool((norms == 0).any()):
-        raise ProofError(f"{where}: a token's state is all zeros; the target did not run properly")
-    if len(states) > 1 and bool((states == states[:1]).all()):
-        raise ProofError(f"{where}: all tokens have one state; the target did not run properly")
+def padded_left(row: Tensor, *, width: int) -> Tensor:
+    """What left padding would make of a row [t]: [width], to recognise its states by."""
+    return torch.cat([row.new_zeros(max(0, width - len(row))), row])
+
+
+def refuse_left_padding(batch: Tensor, rows: Sequence[Tensor]) -> None:
+    """Each row [t] has to stand at the left end of its row of the batch [R, S]."""
+    for padded, row in zip(batch, rows, strict=True):
+        if not torch.equal(padded[: len(row)], row):
+            left = torch.equal(padded[len(padded) - len(row) :], row)
+            cause = (
+                "left padding: its ids stand at the right end" if left else "other ids are there"
+            )
+            raise ProofError(
+                f"a row of {len(row)} tokens is not at the start of its padded row: {cause}; "
+                "states are taken from the left end, where the filler is"
+            )
+
+
+def _cause_in_batch(target: Target, padded: Tensor, alone: Tensor, row: Tensor, plane: str) -> str:
+    """Why a padded row's states [S, H] differ from those of the row alone [t, H]."""
+    limit, tokens = TOLERANCE[target.spec.dtype], len(row)
+    if relative_error(padded[len(padded) - tokens :], alone) < limit:
+        return "left padding: the row's states stand at the right end of the padded row"
+    filled = report_of(target, padded_left(row, width=len(padded))).plane(plane)
+    if filled is not None and relative_error(padded, filled) < limit:
+        return LEFT_PADDED
+    cause = cause_of(padded[:tokens], plane, report_of(target, row), limit=limit)
+    return f"padding leaks into them ({cause})" if cause.startswith(UNKNOWN) else cause
+
+
+def probe_limit(dtype: str, *, lossy: bool = False) -> float:
+    """Relative error up to which states that were computed twice are the same.
+
+    One side was rounded to be stored, and the least noise may round a number the other way; where
+    the encoding is lossy, it may take a loud channel to the next of few codes.
+    """
+    least = TOLERANCE["bfloat16"] if lossy else torch.finfo(torch.bfloat16).eps
+    return max(TOLERANCE[dtype], least)
+
+
+def furthest(found: Sequence[Tensor], stored: Sequence[Tensor]) -> tuple[int, float]:
+    """The plane whose states differ most from what was stored, and by how much (relative)."""
+    errors = [relative_error(f.to(s.dtype), s) for f, s in zip(found, stored, strict=True)]
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    return worst, errors[worst]
 
 
 def prove_probe(
     found: Sequence[Tensor], stored: Sequence[Tensor], *, dtype: str, lossy: bool = False
 ) -> float:
-    """A resumed build reproduces what the first one stored: same machine state, same weights.
-
-    Where the encoding is lossy, the least noise may take a loud channel to the next of few codes.
-    """
-    worst = max(relative_error(f.to(s.dtype), s) for f, s in zip(found, stored, strict=True))
-    # What is stored was rounded, and the least noise may round a number the other way.
-    limit = TOLERANCE["bfloat16"] if lossy else torch.finfo(torch.bfloat16).eps
-    if worst > max(TOLERANCE[dtype], limit):
+    """A resumed build reproduces what the first one committed: same arithmetic, same weights."""
+    _, worst = furthest(found, stored)
+    if worst > probe_limit(dtype, lossy=lossy):
         raise ProofError(
             f"this process computes states that differ by {worst:.3g} (relative) from those "
             "already in the cache; do not mix them. Build into a new folder"
         )
     return worst
-
-
-@torch.inference_mode()
-def measure_agreement(target: Target, samples: Sequence[Sample]) -> dict[str, Any]:
-    """How likely the target finds the supervised tokens: mean NLL (nats) and greedy agreement.
-
-    An NLL near that of guessing means a wrong tokenizer, template or weights, and fails.  Empty
-    when there is nothing to measure on.
-    """
-    if not samples:
-        return {}
-    nll, agree, count = 0.0, 0, 0
-    for sample in samples:
-        ids = torch.from_numpy(sample.input_ids).long().to(target.device)
-        where = torch.from_numpy(sample.loss_mask).nonzero()[:, 0]
-        where = where[where > 0].to(target.device)
-        hidden = target.final_hidden(ids[None])[0, where - 1]
-        for states, labels in zip(
-            torch.split(hidden, 512), torch.split(ids[where], 512), strict=True
-        ):
-            logits = torch.nn.functional.linear(states, target.head).float()
-            nll += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
-            agree += int((logits.argmax(-1) == labels).sum())
-            count += len(labels)
-    chance = float(torch.log(torch.tensor(float(target.spec.vocab_size))))
-    mean = nll / max(count, 1)
-    if not mean < 0.8 * chance:
-        raise ProofError(
-            f"the target finds the supervised tokens no likelier than guessing ({mean:.2f} nats, "
-            f"guessing {chance:.2f}); wrong tokenizer, chat template or weights"
-        )
-    greedy = agree / max(count, 1)
-    if greedy < LOW_AGREEMENT:
-        tqdm.write(
-            f"the target itself would have chosen only {greedy:.0%} of the supervised tokens: this "
-            "text is not its own, and a drafter learns most from answers that the target wrote",
-            file=sys.stderr,
-        )
-    return {"nll": mean, "greedy": greedy, "tokens": count, "samples": len(samples)}

@@ -6,7 +6,7 @@ Rows that cannot be used are skipped by reason and counted, never silently.
 import importlib.metadata
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import islice
@@ -18,7 +18,15 @@ import xxhash
 
 from dflash_cache.chat import AS_IS, ChatOptions, SkipRow, TokensAndMask, encode_chat, encode_text
 from dflash_cache.config import BuildConfig, DataConfig
-from dflash_cache.conversations import KEYS, chat_of, group_of, is_ready, joined_groups, text_of
+from dflash_cache.conversations import (
+    KEYS,
+    chat_of,
+    group_of,
+    is_chat,
+    is_ready,
+    joined_groups,
+    text_of,
+)
 from dflash_cache.conversations import messages_of as messages_of  # evaluation reads rows with it
 from dflash_cache.duplicates import REASON, Prompts, read_prompts, repeats_a_prompt
 from dflash_cache.errors import DataError
@@ -29,6 +37,7 @@ from dflash_cache.tokenise import Encoded, EncodedRows, encode_rows
 # Longer rows are not even tokenised when no vocabulary could bring them below the limit: that
 # takes a hundred bytes a character.
 MOST_CHARACTERS = 10_000_000
+ROWS_NOTED = 1000  # of which we remember whether they were chats
 MOST_REASONS = 12  # that one message tells; each unknown role is a reason of its own
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "numpy")
 
@@ -58,6 +67,12 @@ class Samples:
     samples: list[Sample]
     rows: int
     skipped: dict[str, int]
+    chat_rows: frozenset[int] = frozenset()  # of the first rows, those that are chats
+
+    @property
+    def chats(self) -> list[Sample]:
+        """Some of the samples that went through the chat template."""
+        return [sample for sample in self.samples if sample.sample_id in self.chat_rows]
 
     @property
     def lengths(self) -> list[int]:
@@ -110,8 +125,9 @@ def load_samples(
     """Every usable row as a sample; stops when too many rows cannot be used."""
     encoder = row_encoder(config, tokenizer, vocab_size=vocab_size, max_positions=max_positions)
     rows = islice(iter_rows(config.data, split=config.split), config.max_samples)
+    chat_rows: set[int] = set()
     encoded = encode_rows(
-        map(row_text, rows),
+        map(row_text, _noting_chats(rows, chat_rows)),
         encoder,
         workers=config.data_workers,
         identity=lambda: identity_of(config, encoder),
@@ -120,7 +136,23 @@ def load_samples(
     _refuse_too_many_skips(config, len(encoded.facts), skipped)
     samples = list(_grouped(encoded))
     assert len(samples) + skipped.total() == len(encoded.facts), (len(samples), skipped)
-    return Samples(samples=samples, rows=len(encoded.facts), skipped=dict(sorted(skipped.items())))
+    return Samples(
+        samples=samples,
+        rows=len(encoded.facts),
+        skipped=dict(sorted(skipped.items())),
+        chat_rows=frozenset(chat_rows),
+    )
+
+
+def _noting_chats(rows: Iterable[Row], chat_rows: set[int]) -> Iterator[Row]:
+    """The same rows; the numbers of chats among the first of them go into `chat_rows`.
+
+    The first rows are read here even where kept tokens make the others needless.
+    """
+    for number, row in enumerate(rows):
+        if number < ROWS_NOTED and is_chat(row):
+            chat_rows.add(number)
+        yield row
 
 
 def _grouped(encoded: EncodedRows) -> Iterator[Sample]:

@@ -1,6 +1,7 @@
 """Every proof fails on the fault that it is there for, and passes where there is none."""
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +10,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import chat_rows, tiny_build, write_jsonl
+from families import FAMILIES, save_family
 from torch import Tensor
 
 from dflash_cache import build, evidence, proofs
+from dflash_cache.agreement import measure_agreement
 from dflash_cache.errors import ProofError
+from dflash_cache.report import report_of
 from dflash_cache.samples import Sample
-from dflash_cache.target import Target, load_target
+from dflash_cache.target import Target
+from dflash_cache.weights import load_target
 
 LAYERS = [1, 3, 5]
 
@@ -37,6 +42,13 @@ class OneShiftedHook(Target):
     def hidden_states(self, input_ids, layer_ids):
         *most, last = layer_ids
         return super().hidden_states(input_ids, [*most, last - 1])
+
+
+class LoudHooks(Target):
+    """Gives all states a little too large."""
+
+    def hidden_states(self, input_ids, layer_ids):
+        return [1.01 * states for states in super().hidden_states(input_ids, layer_ids)]
 
 
 class LeakyPadding(Target):
@@ -117,7 +129,7 @@ class Constant(Target):
 
 
 def spoil(target: Target, kind: type[Target]) -> Target:
-    return kind(**vars(target))
+    return kind(**vars(deepcopy(target)))  # a build gives back what it does not need
 
 
 def rows(*lengths: int) -> list[Tensor]:
@@ -132,16 +144,33 @@ def test_true_hooks_pass_with_no_error_at_all(target):
     assert proofs.prove_hooks(target, rows(20)[0][None], LAYERS) == 0.0
 
 
-def test_the_last_layer_has_nothing_to_compare_with_and_passes(target):
+def test_the_last_layer_is_compared_with_what_the_final_norm_is_given(target):
     assert proofs.prove_hooks(target, rows(20)[0][None], [1, 7]) == 0.0
+    with pytest.raises(ProofError, match=r"target layer 7: .* are those of layer 6: layer off by"):
+        proofs.prove_hooks(spoil(target, OneShiftedHook), rows(20)[0][None], [1, 7])
+
+
+def test_a_target_that_was_cut_is_proven_up_to_its_last_layer(tiny_target):
+    cut = load_target(str(tiny_target), dtype="float32", device="cpu")
+    cut.keep_up_to(LAYERS[-1])
+    assert proofs.prove_hooks(cut, rows(20)[0][None], LAYERS) == 0.0
+    assert proofs.prove_padding(cut, rows(7, 40, 23), LAYERS) < 1e-5
+    with pytest.raises(ProofError, match=r"target layer 5: .* are those of layer 4"):
+        proofs.prove_hooks(spoil(cut, OneShiftedHook), rows(20)[0][None], LAYERS)
 
 
 @pytest.mark.parametrize(
-    ("kind", "layer_id"), [(ShiftedHooks, 1), (OneShiftedHook, 5), (OneNaN, 1)]
+    ("kind", "layer_id", "cause"),
+    [
+        (ShiftedHooks, 1, "the states are those of layer 0: layer off by one, too low"),
+        (OneShiftedHook, 5, "the states are those of layer 4: layer off by one, too low"),
+        (OneNaN, 1, "NaN or infinity in the state of token 0"),
+        (LoudHooks, 1, "the states are 1.01 times what they should be"),
+    ],
 )
-def test_hooks_of_another_layer_fail_by_the_number_of_the_layer(target, kind, layer_id):
+def test_hooks_that_give_other_states_fail_by_layer_and_cause(target, kind, layer_id, cause):
     told = rf"target layer {layer_id}: its hooked output differs from hidden_states\[{layer_id + 1}"
-    with pytest.raises(ProofError, match=told):
+    with pytest.raises(ProofError, match=rf"{told}.*{cause}"):
         proofs.prove_hooks(spoil(target, kind), rows(20)[0][None], LAYERS)
 
 
@@ -156,9 +185,17 @@ def test_rows_of_one_length_pass(target):
     assert proofs.prove_padding(target, rows(12, 12), LAYERS) < 1e-5
 
 
-@pytest.mark.parametrize("kind", [LeakyPadding, LeakyEnds, LeftPadding, OneNaN])
-def test_padding_that_leaks_into_the_states_fails(target, kind):
-    with pytest.raises(ProofError, match="padding leaks into the states of this target"):
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        (LeakyPadding, r"padding leaks into them .* 7 of 7 tokens differ, the first is token 0"),
+        (LeakyEnds, r"padding leaks into them .* 1 of 7 tokens differ, the first is token 6"),
+        (LeftPadding, "left padding: the row's states stand at the right end"),
+        (OneNaN, "NaN or infinity in the state of token 0"),
+    ],
+)
+def test_a_padded_row_that_differs_fails_by_its_cause(target, kind, cause):
+    with pytest.raises(ProofError, match=f"a row of 7 tokens padded to 40 .*{cause}"):
         proofs.prove_padding(spoil(target, kind), rows(7, 40), LAYERS)
 
 
@@ -167,36 +204,8 @@ def test_rows_are_padded_on_the_right_with_id_0():
     assert batch.tolist() == [[5, 6, 7], [8, 0, 0]]
 
 
-# --- states -------------------------------------------------------------------------------------
-
-
 def good_states(tokens: int = 9) -> Tensor:
     return torch.randn(tokens, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-
-
-def test_good_states_pass():
-    proofs.check_states(good_states(), where="here")
-    proofs.check_states(good_states(1), where="here")
-
-
-@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-def test_one_number_that_is_none_fails(number):
-    states = good_states()
-    states[8, 31] = number
-    with pytest.raises(ProofError, match="here: NaN or infinity"):
-        proofs.check_states(states, where="here")
-
-
-def test_one_token_of_zeros_fails():
-    states = good_states()
-    states[4] = 0
-    with pytest.raises(ProofError, match="here: a token's state is all zeros"):
-        proofs.check_states(states, where="here")
-
-
-def test_one_state_for_all_tokens_fails():
-    with pytest.raises(ProofError, match="here: all tokens have one state"):
-        proofs.check_states(good_states(1).expand(9, 32), where="here")
 
 
 # --- the probe ----------------------------------------------------------------------------------
@@ -262,47 +271,74 @@ def sample_of(mask: str) -> Sample:
 
 def test_nll_is_of_the_supervised_tokens_each_from_the_position_before():
     samples = [sample_of("00110111"), sample_of("0011")]
-    found = proofs.measure_agreement(Guesser(p=0.7), samples)
+    found = measure_agreement(Guesser(p=0.7), samples)
     assert found["nll"] == pytest.approx(-math.log(0.7), rel=1e-4)
     assert found["greedy"] == 1.0
     assert (found["tokens"], found["samples"]) == (7, 2)
 
 
 def test_a_supervised_first_token_has_nothing_before_it_and_is_not_counted():
-    assert proofs.measure_agreement(Guesser(p=0.7), [sample_of("1111")])["tokens"] == 3
+    assert measure_agreement(Guesser(p=0.7), [sample_of("1111")])["tokens"] == 3
 
 
 def test_more_tokens_than_one_slice_of_logits_count_alike():
-    found = proofs.measure_agreement(Guesser(p=0.7), [sample_of("0" + "1" * 1300)])
+    found = measure_agreement(Guesser(p=0.7), [sample_of("0" + "1" * 1300)])
     assert found["nll"] == pytest.approx(-math.log(0.7), rel=1e-4)
     assert found["tokens"] == 1300
 
 
 def test_text_that_the_target_would_write_is_told_to_nobody(capsys):
-    proofs.measure_agreement(Guesser(p=0.6, q=0.2), [sample_of("0011")])
+    measure_agreement(Guesser(p=0.6, q=0.2), [sample_of("0011")])
     assert capsys.readouterr().err == ""
 
 
 def test_text_that_is_not_the_targets_own_is_reported(capsys):
-    found = proofs.measure_agreement(Guesser(p=0.4, q=0.5), [sample_of("0011")])
+    found = measure_agreement(Guesser(p=0.4, q=0.5), [sample_of("0011")])
     assert found["greedy"] == 0.0
     assert "would have chosen only 0% of the supervised tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("p", [1 / 16, 0.01, torch.nan])
-def test_an_nll_no_better_than_guessing_fails(p):
-    with pytest.raises(ProofError, match=r"no likelier than guessing .*guessing 2\.77"):
-        proofs.measure_agreement(Guesser(p=p), [sample_of("0011")])
+@pytest.mark.parametrize(
+    ("p", "cause"),
+    [(1 / 16, "the tokenizer"), (0.01, "the tokenizer"), (torch.nan, "its logits are NaN")],
+)
+def test_an_nll_no_better_than_guessing_fails(p, cause):
+    told = rf"no likelier than guessing .*guessing 2\.77\): {cause}"
+    with pytest.raises(ProofError, match=told):
+        measure_agreement(Guesser(p=p), [sample_of("0011")])
 
 
 def test_a_random_target_guesses_and_fails(target):
     samples = [sample_of("0" + "1" * 60)]
     with pytest.raises(ProofError, match="no likelier than guessing"):
-        proofs.measure_agreement(target, samples)
+        measure_agreement(target, samples)
+
+
+class Forgetful(Guesser):
+    """Knows every token but those below 8."""
+
+    def final_hidden(self, input_ids: Tensor) -> Tensor:
+        known = super().final_hidden(input_ids)
+        labels = torch.roll(input_ids, -1, dims=1)
+        return torch.where((labels < 8)[..., None], torch.zeros_like(known), known)
+
+
+def test_answers_alone_that_are_no_better_than_guessed_mean_another_template():
+    ids = np.array([9, 10, 11, 12, 13, 1, 2, 3, 4], dtype=np.int32)
+    sample = Sample(sample_id=0, input_ids=ids, loss_mask=ids < 8, group="g")
+    told = r"but not the other tokens \(0\.36\), so tokenizer and weights fit: the chat template"
+    with pytest.raises(ProofError, match=told):
+        measure_agreement(Forgetful(p=0.7), [sample])
+
+
+def test_no_token_that_is_better_than_guessed_means_another_tokenizer():
+    told = r"the tokenizer is that of another model, .* so it finds the other tokens \(2\.77\)"
+    with pytest.raises(ProofError, match=told):
+        measure_agreement(Guesser(p=1 / 16), [sample_of("00011")])
 
 
 def test_nothing_to_measure_on_is_no_agreement_and_not_one_of_0():
-    assert proofs.measure_agreement(Guesser(p=0.7), []) == {}
+    assert measure_agreement(Guesser(p=0.7), []) == {}
 
 
 # --- in the build -------------------------------------------------------------------------------
@@ -418,3 +454,63 @@ def test_logits_that_are_capped_under_any_name_fail(tiny_target):
     capped.model.lm_head.register_forward_hook(lambda module, inputs, out: torch.tanh(out))
     with pytest.raises(ProofError, match="head times the final state differ"):
         proofs.prove_frozen(capped, torch.arange(8, 40)[None])
+
+
+# --- the final state ----------------------------------------------------------------------------
+
+
+class NotNormed(Target):
+    """The state before the final norm."""
+
+    def hidden_and_final(self, input_ids, layer_ids):
+        *planes, _ = super().hidden_and_final(input_ids, layer_ids)
+        return [*planes, report_of(self, input_ids[0]).unnormed[None]]
+
+
+class NormedTwice(Target):
+    """The final norm, done by us once more."""
+
+    def final_hidden(self, input_ids):
+        return self.decoder.norm(super().final_hidden(input_ids))
+
+
+@pytest.fixture(scope="module")
+def with_a_norm(tiny_target) -> Target:
+    """Norms of a fresh model are all ones, and twice is then once."""
+    loaded = load_target(str(tiny_target), dtype="float32", device="cpu")
+    loaded.decoder.norm.weight.copy_(torch.linspace(0.5, 2, 32))
+    return loaded
+
+
+def test_what_the_head_reads_passes(with_a_norm):
+    assert proofs.prove_final(with_a_norm, torch.arange(8, 40)[None], LAYERS) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"), [(NotNormed, "they are not normed"), (NormedTwice, "they are normed twice")]
+)
+def test_a_final_state_on_the_wrong_side_of_the_norm_fails_by_its_name(with_a_norm, kind, cause):
+    with pytest.raises(ProofError, match=f"is not what the head reads.*: {cause}"):
+        proofs.prove_final(spoil(with_a_norm, kind), torch.arange(8, 40)[None], LAYERS)
+
+
+# --- every family -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_good_target_of_every_family_passes_all_of_it(tmp_path, family):
+    """The last layer too, and the final state, whose names differ from family to family."""
+    layers, ids = [1, 3, 5], rows(7, 40, 23)
+    good = load_target(str(save_family(tmp_path / family, family)), dtype="float32", device="cpu")
+    assert proofs.prove_hooks(good, ids[1][None], layers) < 1e-6
+    assert proofs.prove_padding(good, ids, layers) < 1e-4
+    assert proofs.prove_frozen(good, ids[1][None]) < 1e-4
+    assert proofs.prove_final(good, ids[1][None], layers) < 1e-4
+    report = report_of(good, ids[1])
+    assert report.layer(5) is not None
+    torch.testing.assert_close(report.normed(report.layer(5)), report.final)
+    good.keep_up_to(3)
+    assert proofs.prove_hooks(good, ids[1][None], [1, 3]) < 1e-6
+    cut = report_of(good, ids[1])
+    assert torch.equal(cut.layer(3), report.layer(3))
+    assert cut.norm is None
