@@ -21,6 +21,7 @@ from dflash_cache.config import (
 )
 from dflash_fit.config import EvalConfig, ExportConfig, FitConfig
 
+from .eval_tables import decoding_tables
 from .options import config_options, make_config
 from .output import ErrorBorder, json_option, show
 
@@ -46,14 +47,15 @@ def cache_build(dry_run: bool, as_json: bool, **typed: Any) -> None:
     The same command again continues where it stopped, or says that the cache is complete.
     """
     config = make_config(BuildConfig, typed)
-    from dflash_cache import build, describe, plan
+    from dflash_cache import build, describe, plan, ranks
 
     quiet_libraries()
     if dry_run:
         show(describe.describe_plan(plan.plan_only(config)), as_json=as_json)
         return
     build.build_cache(config)
-    show(describe.describe_cache(config.out), as_json=as_json)
+    if (rank := ranks.find_rank(os.environ)) is None or rank.first:
+        show(describe.describe_cache(config.out), as_json=as_json)
 
 
 @cache.command("info")
@@ -185,7 +187,11 @@ def evaluate(as_json: bool, **typed: Any) -> None:
     from dflash_fit import evaluate as evaluation
 
     quiet_libraries()
-    show(evaluation.evaluate_drafter(config), as_json=as_json)
+    report = evaluation.evaluate_drafter(config)
+    if as_json or report["kind"] == "offline":
+        show(report, as_json=as_json)
+    else:
+        click.echo(decoding_tables(report))
 
 
 @main.command("export")
@@ -193,13 +199,14 @@ def evaluate(as_json: bool, **typed: Any) -> None:
 @config_options(ExportConfig, skip=("run",))
 @json_option
 def export(as_json: bool, **typed: Any) -> None:
-    """Write a trained drafter as a folder that SGLang and vLLM load."""
-    config = make_config(ExportConfig, typed)
-    from dflash_fit.checkpoint import find_drafter
-    from dflash_fit.export import export_drafter
+    """Write a trained drafter as a folder that SGLang, vLLM and transformers load.
 
-    source = find_drafter(config.run, checkpoint=config.checkpoint)
-    show(export_drafter(source, config.out), as_json=as_json)
+    RUN is a run, one of its checkpoints, or a published drafter folder of any format.
+    """
+    config = make_config(ExportConfig, typed)
+    from dflash_fit import export as exporting
+
+    show(exporting.export(config), as_json=as_json)
 
 
 def quiet_libraries() -> None:

@@ -35,6 +35,22 @@ class IntList(click.ParamType[tuple[int, ...]]):
             self.fail(f"{value!r}: want whole numbers with commas between them", param, ctx)
 
 
+class NameList(click.ParamType[tuple[str, ...]]):
+    """Names with commas between them."""
+
+    name = "name,name,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
+        if isinstance(value, (list, tuple)):
+            if all(type(item) is str for item in value):
+                return tuple(value)
+            self.fail(f"{value!r}: want names", param, ctx)
+        names = tuple(name.strip() for name in str(value).split(","))
+        if not all(names):
+            self.fail(f"{value!r}: want names with commas between them", param, ctx)
+        return names
+
+
 class IntOrAuto(click.ParamType[int | str]):
     """A whole number, or the word auto."""
 
@@ -58,6 +74,7 @@ CLICK_TYPES: dict[Any, Any] = {
     str: click.STRING,
     Path: click.Path(path_type=Path),
     tuple[int, ...]: IntList(),
+    tuple[str, ...]: NameList(),
     INT_OR_AUTO: IntOrAuto(),
 }
 
@@ -70,6 +87,7 @@ TOML_TYPES: dict[Any, tuple[type, ...]] = {
     str: (str,),
     Path: (str,),
     tuple[int, ...]: (list, str),
+    tuple[str, ...]: (list, str),
     INT_OR_AUTO: (int, str),
 }
 
@@ -125,7 +143,7 @@ def described(field: "Field[Any]") -> str:
     text = str(field.metadata["help"])
     if field.default is MISSING:
         return f"{text}  [required]"
-    if field.default is None:
+    if field.default in (None, ()):
         return text
     shown = field.default
     if isinstance(shown, tuple):
@@ -158,6 +176,7 @@ def _from_file(config_class: type, path: Path | None) -> dict[str, Any]:
     values = {}
     for key, value in found.items():
         name = key.replace("-", "_")
+        name = f"{name}_" if f"{name}_" in known else name
         if name not in known:
             raise ConfigError(f"{path}: unknown option {key!r}; known are {sorted(known)}")
         wanted = plain_type(hints[name])

@@ -10,7 +10,12 @@ from typing import Any
 
 from dflash_cache.errors import ConfigError
 
+ATTENTION_NAMES = ("auto", "sdpa", "eager", "flash_attention_2")
 ENCODING_NAMES = ("bf16", "lossless", "int8", "fp8")
+PROOF_NAMES = (
+    *("hooks", "padding", "frozen", "final", "states", "norms"),
+    *("probe", "agreement", "template"),
+)
 
 
 def option(default: Any, help: str) -> Any:
@@ -24,8 +29,8 @@ def required(help: str) -> Any:
 
 
 def flag(name: str) -> str:
-    """A field as an option is typed."""
-    return "--" + name.replace("_", "-")
+    """A field as an option is typed; one named like a word of Python ends in an underscore."""
+    return "--" + name.rstrip("_").replace("_", "-")
 
 
 def require_positive(config: object, *names: str) -> None:
@@ -115,27 +120,48 @@ class BuildConfig(DataConfig):
     # These change only how fast, or whether, it gets there.
     data_workers: int | None = option(None, "Processes that tokenise (default: all cores).")
     batch_tokens: int = option(16384, "Token slots of one padded target batch.")
-    workers: int = option(
-        1, "Processes that extract at once, each with its own target; GPUs are dealt out to them."
+    devices: str = option(
+        "auto",
+        "Where targets run, one worker each: numbers of GPUs (0,1,2 or 0-7), all, cuda:1, cpu; "
+        "auto takes one GPU if there is one.",
     )
-    device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one.")
+    tensor_parallel: int = option(
+        1, "Devices that one copy of the target is spread over, where it does not fit one."
+    )
+    target_attention: str = option(
+        "auto",
+        "Attention of the target: auto, sdpa, eager or flash_attention_2; auto takes what is best "
+        "of those installed.",
+    )
     agreement_samples: int = option(
         8, "Samples on which the target's agreement with the text is measured; 0 skips it."
+    )
+    no_proof: tuple[str, ...] = option(
+        (), f"Proofs to leave out, which the cache remembers: {', '.join(PROOF_NAMES)}."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.target_dtype not in ("bfloat16", "float32"):
             raise ConfigError(f"--target-dtype {self.target_dtype}: want bfloat16 or float32")
+        if self.target_attention not in ATTENTION_NAMES:
+            raise ConfigError(
+                f"--target-attention {self.target_attention}: want {', '.join(ATTENTION_NAMES)}"
+            )
         if self.encoding not in ENCODING_NAMES:
             raise ConfigError(f"--encoding {self.encoding}: want {', '.join(ENCODING_NAMES)}")
         refuse_url(self.out)
         if list(self.bucket_edges) != sorted(set(self.bucket_edges)) or not self.bucket_edges:
             raise ConfigError(f"--bucket-edges {self.bucket_edges}: want increasing numbers")
-        require_positive(self, "num_target_layers", "unit_tokens", "batch_tokens", "workers")
-        require_positive(self, "data_workers")
+        require_positive(self, "num_target_layers", "unit_tokens", "batch_tokens")
+        require_positive(self, "data_workers", "tensor_parallel")
         if self.agreement_samples < 0:
             raise ConfigError(f"--agreement-samples {self.agreement_samples}: want 0 or more")
+        for name in self.no_proof:
+            if name not in PROOF_NAMES:
+                raise ConfigError(
+                    f"--no-proof {name}: there is no such proof; known are {', '.join(PROOF_NAMES)}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,3 +39,7 @@ class CacheBusyError(CacheError):
 
 class DiskFullError(DFlashError):
     """The disk cannot hold what is to be written."""
+
+
+class ToldElsewhere(DFlashError):
+    """Rank 0 of a build on several machines says this; the other ranks only end badly too."""

@@ -5,19 +5,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dflash_cache import build, ledger, lock, store, sweep
+from dflash_cache import build, ledger, lock, progress, store, sweep
 from dflash_cache.codec import Codec
 from dflash_cache.config import BuildConfig
 from dflash_cache.devices import pick_device
 from dflash_cache.disk import full_disk_is_told, write_file
 from dflash_cache.errors import CacheError
-from dflash_cache.evidence import prove
-from dflash_cache.extraction import codec_for, extract_unit, measured_codec, progress_bar
+from dflash_cache.evidence import leave_probe, prove
+from dflash_cache.extraction import codec_for, extract, measured_codec
 from dflash_cache.files import file_entry
 from dflash_cache.plan import Plan, still_needed
-from dflash_cache.schema import Identity, Manifest, UnitRecord
-from dflash_cache.target import Target, load_weights
+from dflash_cache.progress import Alone
+from dflash_cache.schema import PROBE_FILE, Identity, Manifest, UnitRecord
+from dflash_cache.target import Target
 from dflash_cache.verify import Findings, inspect_cache
+from dflash_cache.weights import load_weights
+
+# Options that earlier versions wrote into their caches; they never said what a cache holds.
+RETIRED = ("workers",)
 
 
 def repair_cache(
@@ -62,6 +67,7 @@ def _config(
     options: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in found.options.items()
+        if name not in RETIRED
     }
     # The Hub's main branch may have moved on since.
     options["target_revision"] = found.identity.target["revision"]
@@ -72,7 +78,7 @@ def _config(
     if Path(options["target"]).is_dir():
         options["target_revision"] = None
     try:
-        return BuildConfig(**options, out=root, device=device)
+        return BuildConfig(**options, out=root, devices=device)
     except TypeError as error:
         raise CacheError(
             f"{root}: was built with other options than this version has ({error}); repair it "
@@ -90,19 +96,24 @@ def _mend(config: BuildConfig, found: Findings) -> set[str]:
     survey, plan = build.plan_with_weights(config)
     plan = _under_its_name(plan, found.identity)
     ledger.refuse_other_identity(root, found.identity, plan.identity)
-    target = load_weights(survey, device=config.device)
+    target = load_weights(survey, device=config.devices, attention=config.target_attention)
     needed = partial(_still_needed, root, plan, found)
     with full_disk_is_told(root, "The units that are whole are kept.", needed=needed):
         for folder in ("units", "commits"):
             (root / folder).mkdir(exist_ok=True)
         whole = {u: r for u, r in found.records.items() if u not in found.damaged_units}
         codec = _codec(root, plan, target, whole)
-        evidence = prove(target, plan, whole, config)  # and that it fits what is kept
+        probed = _has_probe(config, found)
+        if not _is_as_sealed(root, PROBE_FILE, found):
+            (root / PROBE_FILE).unlink(missing_ok=True)
+        evidence = prove(target, plan, whole, config, lead=True)  # and that it fits what is kept
         write_file(root / "zarr.json", ledger.root_group(plan.identity, build.options_of(config)))
         store.write_plan(root, plan.units, plan.samples.samples)
         if not _is_as_sealed(root, "frozen.safetensors", found):
             (root / "frozen.safetensors").unlink(missing_ok=True)
         store.write_frozen(root, target.embedding, target.head, tied=target.spec.tied_head)
+        if probed:
+            leave_probe(target, plan, config)
         records = _all_units(config, plan, target, codec, whole)
         manifest = build.make_manifest(config, plan, list(records.values()), evidence)
         if found.manifest is not None:
@@ -131,8 +142,15 @@ def _is_as_sealed(root: Path, name: str, found: Findings) -> bool:
     return (
         found.manifest is not None
         and (root / name).is_file()
-        and (file_entry(root / name) == found.manifest.files[name])
+        and (file_entry(root / name) == found.manifest.files.get(name))
     )
+
+
+def _has_probe(config: BuildConfig, found: Findings) -> bool:
+    """Whether this cache was sealed with a probe; without a seal, whether it would be."""
+    if found.manifest is not None:
+        return PROBE_FILE in found.manifest.files
+    return "probe" not in config.no_proof
 
 
 def _all_units(
@@ -140,12 +158,15 @@ def _all_units(
 ) -> dict[str, UnitRecord]:
     """The records of all units: those that are whole, and new ones for the others."""
     records = dict(whole)
-    with progress_bar(plan, ledger.totals(whole.values())["tokens"]) as progress:
-        for unit in plan.units:
-            if unit.name not in records:
-                records[unit.name] = extract_unit(
-                    target, plan, unit, config, codec, progress, publish=store.replace
-                )
+
+    def publish(root: Path, record: UnitRecord) -> UnitRecord:
+        records[record.unit] = store.replace(root, record)
+        return record
+
+    lost = [unit for unit in plan.units if unit.name not in whole]
+    done = ledger.totals(whole.values())["tokens"]
+    with progress.shown(config.out, total=plan.samples.tokens, done=done) as display:
+        extract(target, plan, lost, config, codec, Alone(display), publish=publish)
     return {unit.name: records[unit.name] for unit in plan.units}
 
 

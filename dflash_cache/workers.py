@@ -1,176 +1,238 @@
-"""Units over several processes of one machine, each with its own copy of the target.
+"""A worker's processes, and the supervisor that looks after them.
 
-The launcher is torch's elastic one, the queue a counter in its `torch.distributed` store: a slow
-worker does not hold up the others.  What is done depends on neither; see the commit protocol.
+A supervisor is a light process that torch's elastic launcher, torchrun or srun has started.  It
+starts the worker as its child (one process for every device of the worker), and when that dies it
+gives free on the board what the worker held, and stays: launchers end a whole run when one of the
+processes that they started ends badly.
 """
 
-import contextlib
 import ctypes
+import datetime
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
-from typing import Any
-from uuid import uuid4
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch import distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from tqdm import tqdm
 
-from dflash_cache import errors
-from dflash_cache.buckets import UnitPlan
+from dflash_cache.board import Board, OtherWorkerFailed
+from dflash_cache.config import BuildConfig
+from dflash_cache.devices import Group
 from dflash_cache.errors import DFlashError
+from dflash_cache.job_file import read_job
+from dflash_cache.member import Member
+from dflash_cache.ranks import Meeting
 
 PR_SET_PDEATHSIG = 1
-LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-READY, CLAIMED, DONE, FAILED = "ready", "claimed", "done", "failed"
+BEAT = 2.0  # seconds between two signs of life of a supervisor
+# Seconds that a worker has to end by itself: when another one has failed it commits what it has
+# begun, when all is done there is nothing left for it.
+GRACE, GRACE_WHEN_DONE = 30.0, 5.0
+CONNECT = datetime.timedelta(seconds=300)
+STORE_IS_GONE = (distributed.DistNetworkError, distributed.DistStoreError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a worker sits: its number, its devices, and where it finds the others."""
+
+    number: int
+    world: int
+    group: Group
+    meeting: Meeting
+    job: Path
+    config: BuildConfig  # as this machine was told; places may have other names on another one
+    threads: int | None = None  # of each of its processes; None: as torch finds best
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Crew:
-    """The workers of a build, as one of them sees them."""
+    """A build's workers, as a process of one of them sees them."""
 
-    rank: int
-    store: TCPStore
+    seat: Seat
+    board: Board
+    index: int  # of this process in its worker; 0 leads the others
 
-    def device(self, name: str) -> str:
-        """GPUs are dealt out; a device with a number, or the CPU, is shared by all."""
-        if name in ("auto", "cuda") and torch.cuda.is_available():
-            return f"cuda:{self.rank % torch.cuda.device_count()}"
-        return name
+    @property
+    def device(self) -> str:
+        return self.seat.group[self.index]
 
-    def after_the_first(self, prepare: Callable[[], Any]) -> Any:
-        """Every worker prepares, the first one before all others."""
-        if self.rank == 0:
-            result = prepare()
-            self.store.set(READY, "yes")
-            return result
-        while not self.store.check([READY]):
-            self.stop_if_failed()
-            time.sleep(0.05)
-        return prepare()
+    @property
+    def shared(self) -> bool:
+        """Whether the worker's processes run one target together."""
+        return len(self.seat.group) > 1
 
-    def claims(self, units: Sequence[UnitPlan]) -> Iterator[UnitPlan]:
-        """Units that nobody else has; ends when all are taken or another worker has failed."""
-        while True:
-            self.stop_if_failed()
-            number = self.store.add(CLAIMED, 1) - 1
-            if number >= len(units):
-                return
-            yield units[number]
-
-    def shared(self, bar: "tqdm[Any]") -> "SharedBar":
-        return SharedBar(bar, self.store, begun=bar.n)
-
-    def stop_if_failed(self) -> None:
-        if self.store.check([FAILED]):
-            raise OtherWorkerFailed
-
-    def fail(self) -> None:
-        self.store.set(FAILED, str(self.rank))
+    def member(self, lengths: Sequence[int]) -> Member:
+        return Member(self.board, self.seat.number, lengths=lengths)
 
 
-class SharedBar:
-    """A progress bar over what all workers do; the first one shows it."""
-
-    def __init__(self, bar: "tqdm[Any]", store: TCPStore, *, begun: float) -> None:
-        self.bar, self.store, self.begun = bar, store, begun
-
-    def update(self, count: int) -> None:
-        self.bar.update(self.begun + self.store.add(DONE, count) - self.bar.n)
+def connect(meeting: Meeting, *, world: int, hosts: bool = False) -> Board:
+    """The board of a build; with `hosts`, this process keeps it for the others."""
+    store = open_store(meeting, hosts=hosts)
+    return Board(PrefixStore(f"{meeting.prefix}/board", store), world=world)
 
 
-class OtherWorkerFailed(Exception):
-    """Another worker has said why the build ends; there is nothing to add."""
-
-
-def launch(work: Callable[..., Any], *arguments: Any, workers: int) -> Any:
-    """Run `work(crew, *arguments)` in so many processes; returns what the first one returned.
-
-    A `DFlashError` comes back as itself, whichever worker met it.
-    """
-    # Imported here: one worker needs none of it.
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    with TemporaryDirectory(prefix="dflash-workers-") as logs, _signals_kept():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=workers,
-            run_id=uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            start_method="spawn",
-            local_addr="localhost",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
+def open_store(meeting: Meeting, *, hosts: bool) -> TCPStore:
+    try:
+        return TCPStore(
+            meeting.host,
+            meeting.port,
+            is_master=hosts,
+            wait_for_workers=False,
+            timeout=CONNECT,
         )
-        try:
-            results = elastic_launch(config, _worker)(os.getpid(), work, arguments)
-        except SignalException as error:
-            raise DFlashError(
-                f"stopped by {error.sigval.name}; all committed units are kept. "
-                "Run the same command again"
-            ) from None
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            raise DFlashError(
-                f"worker {rank} died (exit code {failure.exitcode}); all committed units are kept. "
-                "Run the same command again"
-            ) from None
-    failed = [value for kind, value in results.values() if kind == "error"]
-    if failed:
-        name, told = failed[0]
-        raise getattr(errors, name)(told)
-    return results[0][1]
+    except distributed.DistError as error:
+        what = "cannot be opened" if hosts else "nobody answers"
+        raise DFlashError(
+            f"{meeting.host}:{meeting.port}: {what} ({first_line(error)}); MASTER_ADDR and "
+            "MASTER_PORT have to be the name of the machine of rank 0 and a free port there, "
+            "the same for all"
+        ) from None
 
 
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """The launcher sets handlers of its own and leaves them."""
-    before = {number: signal.getsignal(number) for number in LAUNCHER_SIGNALS}
+# --- a supervisor -------------------------------------------------------------------------------
+
+
+def supervise(seat: Seat, board: Board) -> None:
+    """Run the worker of a seat; when it dies, the board knows how, and the others do its units."""
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_run, args=(os.getpid(), seat, index), name=f"worker-{seat.number}")
+        for index in range(len(seat.group))
+    ]
     try:
-        yield
+        for process in processes:
+            process.start()
+        how = _end_of(processes, seat, board)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+    if how is None and not _is_over(board):
+        how = "it ended before its work was done"
+    if how is not None:
+        board.bury(seat.number, how)
 
 
-def _worker(parent: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
-    _die_with(parent)
-    _quiet_transformers()
-    torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
-    crew = Crew(
-        rank=int(os.environ["RANK"]),
-        store=TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False),
-    )
+def _is_over(board: Board) -> bool:
+    return board.is_finished() or board.failure() is not None
+
+
+def _end_of(processes: Sequence[BaseProcess], seat: Seat, board: Board) -> str | None:
+    """Wait for a worker's end; None where it is a good one, or the build is over anyway."""
+    over = None
+    while True:
+        alive = [process.sentinel for process in processes if process.exitcode is None]
+        connection.wait(alive, timeout=BEAT)
+        board.beat(seat.number)
+        # Those that share a target end because one did: a signal is no consequence of that.
+        ends = [(process.exitcode, index) for index, process in enumerate(processes)]
+        bad = [(code, index) for code, index in ends if code]
+        if bad:
+            return _told(*min(bad), seat, board)
+        if processes[0].exitcode == 0:
+            return None  # those that follow it wait for its next word
+        if _is_over(board):
+            over = over or time.monotonic()
+            if time.monotonic() - over > (GRACE_WHEN_DONE if board.is_finished() else GRACE):
+                return None
+
+
+def _told(code: int, index: int, seat: Seat, board: Board) -> str:
+    how = f"signal {-code}" if code < 0 else board.last_words(seat.number) or f"exit code {code}"
+    return f"{how} on {seat.group[index]}" if len(seat.group) > 1 else how
+
+
+def wait_for_end(seat: Seat, board: Board) -> None:
+    """Stay while others work: who looks at this process takes its end for its worker's."""
+    while not _is_over(board):
+        board.beat(seat.number)
+        time.sleep(0.2)
+
+
+# --- a worker -----------------------------------------------------------------------------------
+
+
+def _run(parent: int, seat: Seat, index: int) -> None:
+    """A process of a worker, from its start to its end."""
+    settle(parent)
+    if seat.threads is not None:
+        torch.set_num_threads(seat.threads)
+    if seat.group[index].startswith("cuda"):
+        torch.cuda.set_device(seat.group[index])
+    board = connect(seat.meeting, world=seat.world)
     try:
-        return "result", work(crew, *arguments)
+        if len(seat.group) > 1:
+            _meet(seat, index)
+        work, arguments = read_job(seat.job)
+        work(Crew(seat=seat, board=board, index=index), *arguments)
     except OtherWorkerFailed:
-        return "stopped", None
+        pass
     except DFlashError as error:
-        crew.fail()
-        return "error", (type(error).__name__, str(error))
+        board.fail(error)
+    except STORE_IS_GONE:
+        os._exit(1)  # and with it whoever could be told
+    except Exception as error:
+        # A lost GPU may hang whatever comes at the end of a program: say why, and be gone.
+        traceback.print_exc()
+        board.say_last_words(seat.number, f"{type(error).__name__}: {first_line(error)}")
+        sys.stderr.flush()
+        os._exit(1)
+    if len(seat.group) > 1:
+        _part(index)
 
 
-def _quiet_transformers() -> None:
-    import transformers
+def _meet(seat: Seat, index: int) -> None:
+    from dflash_cache import lockstep  # not needed by supervisors, which are to be light
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    store = PrefixStore(
+        f"{seat.meeting.prefix}/group-{seat.number}", open_store(seat.meeting, hosts=False)
+    )
+    lockstep.meet(store, index=index, size=len(seat.group), device=torch.device(seat.group[index]))
+
+
+def _part(index: int) -> None:
+    """The end of a process of several: nobody is left to take the group apart with."""
+    from dflash_cache import lockstep
+
+    if index == 0:
+        lockstep.say_over()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def settle(parent: int) -> None:
+    """What a process does first."""
+    _die_with(parent)
+    # tqdm's own lock is a semaphore of the system, of which Python complains when it was killed.
+    tqdm.set_lock(threading.RLock())
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when the one that holds the lock is gone.
+    """Ask the kernel to kill this process when the one that started it is gone.
 
-    A worker that outlived it would write into a folder that the next builder sweeps.
+    A worker that outlived the holder of the lock would write into a folder that the next builder
+    sweeps.
     """
+    # Who is asked to stop at the terminal asks the others; they end without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -1,22 +1,42 @@
-"""The number of workers does not matter, and neither does their end."""
+"""The number of workers does not matter, and neither does their end.
+
+Every process here costs seconds of imports: what needs none is tested in `test_board.py`.
+"""
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import tiny_build
+from light_work import die_in_its_own_way, end_early, fail_in_one
 
-from dflash_cache import workers
+from dflash_cache import build, ledger, lockstep, store, teams, workers
+from dflash_cache.board import LEAD
 from dflash_cache.build import build_cache
-from dflash_cache.errors import DFlashError, ProofError
+from dflash_cache.devices import group_of_rank
+from dflash_cache.errors import DFlashError, ProofError, TargetError, ToldElsewhere
+from dflash_cache.files import file_entry
+from dflash_cache.progress import Display
+from dflash_cache.ranks import Meeting, find_rank
 from dflash_cache.reader import CacheReader
+from dflash_cache.repair import repair_cache
+from dflash_cache.target import Target
+from dflash_cache.teams import Team
 from dflash_cache.verify import verify_cache
+from dflash_cache.workers import Crew, Seat
 
 OPTIONS = {"unit_tokens": 100, "encoding": "int8", "final_hidden": True}
+HERE = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -35,26 +55,40 @@ def content(root: Path) -> dict[str, tuple]:
     }
 
 
-def start(target: Path, data: Path, out: Path, *, count: int) -> subprocess.Popen:
-    """A build in a process group of its own."""
+def is_like(out: Path, alone: Path) -> bool:
+    """Whole, equal to the undisturbed cache bit for bit, and nothing beside it."""
+    report = verify_cache(out)
+    assert report["ok"], report["errors"]
+    return content(out) == content(alone) and report["leftovers"] == 0
+
+
+def command(target: Path, data: Path, out: Path, *words: str) -> list[str]:
+    """`dflash cache build` with the options of `alone`."""
     config = out.with_suffix(".toml")
     config.write_text(
         'target_dtype = "float32"\nnum_target_layers = 3\nbucket_edges = [48, 96, 160]\n'
-        "batch_tokens = 512\nagreement_samples = 0\ndevice = 'cpu'\nunit_tokens = 100\n"
+        "batch_tokens = 512\nagreement_samples = 0\ndevices = 'cpu'\nunit_tokens = 100\n"
         "encoding = 'int8'\nfinal_hidden = true\n"
     )
-    words = ["--target", target, "--data", data, "--out", out, "--config", config]
+    words = ["--target", target, "--data", data, "--out", out, "--config", config, *words]
+    return ["-m", "dflash_cli", "cache", "build", *map(str, words)]
+
+
+def start(words: list[str], **variables: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "dflash_cli", "cache", "build", *words, "--workers", str(count)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        [sys.executable, *words],
+        env={**HERE, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
-def children(parent: int) -> list[int]:
-    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(child) for child in found]
+def descendants(parent: int) -> list[int]:
+    found = []
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        found += [int(child), *descendants(int(child))]
+    return found
 
 
 def alive(process: int) -> bool:
@@ -71,72 +105,304 @@ def wait_for(condition, *, seconds: float) -> None:
         time.sleep(0.005)
 
 
+# --- one machine, by torch's launcher -------------------------------------------------------------
+
+
 def test_a_killed_build_of_two_workers_is_finished_by_one_to_the_same_bytes(
     alone, tmp_path, tiny_target, tiny_data
 ):
     out = tmp_path / "out"
-    with start(tiny_target, tiny_data, out, count=2) as build:
-        wait_for(lambda: len(list(out.glob("commits/u*.json"))) >= 3, seconds=120)
-        crew = children(build.pid)
-        build.send_signal(signal.SIGKILL)
-    assert len(crew) >= 2
+    words = command(tiny_target, tiny_data, out, "--devices", "cpu,cpu")
+    with start(words) as crowd:
+        wait_for(lambda: len(list(out.glob("commits/u*.json"))) >= 3, seconds=200)
+        crew = descendants(crowd.pid)
+        crowd.send_signal(signal.SIGKILL)
+    assert len(crew) >= 4  # two supervisors and their workers
     # Nobody must go on writing where the next builder sweeps.
     wait_for(lambda: not any(map(alive, crew)), seconds=10)
     committed = len(list(out.glob("commits/u*.json")))
     assert 3 <= committed < len(content(alone)), "the kill came too late to show anything"
     build_cache(tiny_build(tiny_target, tiny_data, out, **OPTIONS))
-    assert content(out) == content(alone)
-    assert verify_cache(out)["leftovers"] == 0
+    assert is_like(out, alone)
 
 
-def test_a_build_begun_by_one_worker_is_finished_by_two_to_the_same_bytes(
-    alone, tmp_path, tiny_target, tiny_data
+def killed_in_the_middle_of_a_unit(crew: Crew, job: build.Job) -> None:
+    """Worker 1 dies with a unit half written, and worker 0 writes nothing before that."""
+    write = store.write_unit
+
+    def write_unit(root, plan, samples, states, **more):
+        def half():
+            yield next(states)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if crew.seat.number == 1:
+            return write(root, plan, samples, half(), **more)
+        wait_for(lambda: crew.board.end_of(1) is not None, seconds=200)
+        return write(root, plan, samples, states, **more)
+
+    store.write_unit = write_unit
+    build.work(crew, job)
+
+
+def test_a_worker_killed_in_the_middle_of_a_unit_does_not_end_the_build(
+    alone, tmp_path, tiny_target, tiny_data, monkeypatch, capsys
 ):
     out = tmp_path / "out"
-    with start(tiny_target, tiny_data, out, count=1) as build:
-        wait_for(lambda: len(list(out.glob("commits/u*.json"))) >= 3, seconds=120)
-        build.send_signal(signal.SIGKILL)
-    before = {path: path.stat().st_mtime_ns for path in out.glob("commits/u*.json")}
-    assert len(before) < len(content(alone)), "the kill came too late to show anything"
-    with start(tiny_target, tiny_data, out, count=2) as build:
-        assert build.wait(timeout=300) == 0
+    monkeypatch.setattr(build, "work", killed_in_the_middle_of_a_unit)
+    manifest = build_cache(tiny_build(tiny_target, tiny_data, out, **OPTIONS, devices="cpu,cpu"))
+    told = capsys.readouterr().err
+    assert "worker 1 died (signal 9); its " in told
+    assert "to the others" in told
+    assert "extracted " in told
+    # The attempt that was killed is left to the next sweep.
+    assert verify_cache(out)["leftovers"] == 1
     assert content(out) == content(alone)
-    assert verify_cache(out)["ok"]
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert manifest == ledger.read_manifest(out)
 
 
-def one_fails(crew: workers.Crew, told: str) -> str:
-    if crew.rank == 1:
-        raise ProofError(told)
-    while True:
-        crew.stop_if_failed()
-        time.sleep(0.01)
+# --- supervisors and their workers ----------------------------------------------------------------
 
 
-def one_dies(crew: workers.Crew) -> None:
-    if crew.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600)
+@pytest.fixture
+def team(tmp_path):
+    """A team whose supervisors are threads of this process; no launcher, no light processes."""
+
+    def make(*groups: tuple[str, ...], config=None) -> Team:
+        meeting = Meeting(host="localhost", port=0, prefix="test")
+        server = workers.open_store(meeting, hosts=True)
+        meeting = replace(meeting, port=server.port)
+        board = workers.connect(meeting, world=len(groups))
+        # The server lives as long as its object does.
+        board.server = server
+
+        def crowd(path: Path) -> None:
+            seats = [
+                Seat(
+                    number=number,
+                    world=len(groups),
+                    group=group,
+                    meeting=meeting,
+                    job=path,
+                    config=config,
+                    threads=1,
+                )
+                for number, group in enumerate(groups)
+            ]
+            supervisors = [
+                threading.Thread(target=workers.supervise, args=(seat, board)) for seat in seats
+            ]
+            for supervisor in supervisors:
+                supervisor.start()
+            for supervisor in supervisors:
+                supervisor.join()
+
+        return Team(board=board, crowd=crowd)
+
+    return make
 
 
-def counts(crew: workers.Crew, units: list[int]) -> list[int]:
-    order = crew.after_the_first(lambda: crew.rank)
-    assert order == crew.rank
-    mine = list(crew.claims(units))
-    crew.store.set(f"units of {crew.rank}", ",".join(map(str, mine)))
-    other = crew.store.get(f"units of {1 - crew.rank}").decode()
-    return sorted(mine + [int(unit) for unit in other.split(",") if unit])
+@pytest.fixture
+def display(tmp_path) -> Display:
+    return Display(tmp_path, total=100, done=0)
 
 
-def test_every_unit_is_claimed_by_exactly_one_worker():
-    assert workers.launch(counts, list(range(50)), workers=2) == list(range(50))
+def test_a_build_whose_workers_all_died_names_the_end_of_each(team, display, tmp_path, capfd):
+    with pytest.raises(DFlashError) as caught:
+        team(("cpu",), ("cpu",)).perform(die_in_its_own_way, folder=tmp_path, display=display)
+    told = str(caught.value)
+    assert "every worker died (worker 0: signal 11; worker 1: RuntimeError: CUDA error: an" in told
+    assert "all committed units are kept" in told
+    assert "what else CUDA tells" in capfd.readouterr().err  # the traceback stands in the log
+    assert list(tmp_path.iterdir()) == []  # the job's file has gone
 
 
-def test_an_error_of_one_worker_ends_all_and_comes_back_as_itself():
-    with pytest.raises(ProofError, match="the states of layer 3 are wrong"):
-        workers.launch(one_fails, "the states of layer 3 are wrong", workers=2)
+def test_an_error_of_one_worker_ends_all_and_comes_back_as_itself(team, display, tmp_path):
+    with pytest.raises(ProofError, match=r"^the states of layer 3 are wrong$"):
+        team(("cpu",), ("cpu",)).perform(
+            fail_in_one, "the states of layer 3 are wrong", folder=tmp_path, display=display
+        )
 
 
-def test_a_worker_that_dies_ends_the_build_with_its_number():
-    with pytest.raises(DFlashError, match=r"worker 1 died .*committed units are kept"):
-        workers.launch(one_dies, workers=2)
+def test_a_worker_that_ends_without_its_work_done_counts_as_dead(team, display, tmp_path):
+    with pytest.raises(DFlashError, match=r"the only worker died .*ended before its work was done"):
+        team(("cpu",)).perform(end_early, folder=tmp_path, display=display)
+
+
+def killed_before_it_was_ready(crew: Crew, job: build.Job) -> None:
+    """Whoever leads first dies when it has left everything beside the units."""
+    begin = build.begin
+
+    def begin_and_die(*words):
+        codec = begin(*words)
+        if len(crew.board.holders(LEAD)) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return codec
+
+    build.begin = begin_and_die
+    build.work(crew, job)
+
+
+def test_a_leader_killed_before_it_was_ready_is_followed_by_another(
+    alone, team, tmp_path, tiny_target, tiny_data, monkeypatch
+):
+    # Without the final state, so that who joins has loaded less than a leader needs.
+    config = tiny_build(
+        tiny_target, tiny_data, tmp_path / "out", **{**OPTIONS, "final_hidden": False}
+    )
+    crowd = team(("cpu",), ("cpu",), config=config)
+    monkeypatch.setattr(build, "work", killed_before_it_was_ready)
+    build._built(config, crowd)
+    assert len(crowd.board.holders(LEAD)) == 2
+    lengths = CacheReader(alone).records
+    assert {u: r.lengths for u, r in CacheReader(config.out).records.items()} == {
+        u: r.lengths for u, r in lengths.items()
+    }
+    assert verify_cache(config.out)["ok"]
+
+
+def test_two_processes_that_share_a_target_build_the_cache_of_one(
+    team, tmp_path, tiny_target, tiny_data, capfd
+):
+    options = {"target_layers": (1, 4), "unit_tokens": 2000, "final_hidden": False}
+    one = tiny_build(tiny_target, tiny_data, tmp_path / "one", **options)
+    two = replace(one, out=tmp_path / "two", tensor_parallel=2)
+    build_cache(one)
+    build._built(two, team(("cpu", "cpu"), config=two))
+    wanted, found = CacheReader(one.out), CacheReader(two.out)
+    assert len(found.located) == len(wanted.located) == 40
+    for index in range(len(wanted.located)):
+        torch.testing.assert_close(
+            found.hidden(index, [1, 4]).float(),
+            wanted.hidden(index, [1, 4]).float(),
+            rtol=0.02,
+            atol=0.02,
+        )
+    assert verify_cache(two.out)["ok"]
+    assert "tensor_parallel" not in found.manifest.options
+    assert "Error" not in capfd.readouterr().err
+
+
+# --- what earlier versions left -------------------------------------------------------------------
+
+
+def test_a_cache_that_remembers_a_number_of_workers_is_mended(
+    tmp_path, alone, tiny_target, tiny_data
+):
+    """Versions with an option --workers wrote it among the options, and knew fewer others."""
+    cache = shutil.copytree(alone, tmp_path / "cache")
+    identity, options = ledger.read_root(cache)
+    manifest = ledger.read_manifest(cache)
+    options = {**options, "workers": 4}
+    del options["target_attention"], options["no_proof"]
+    (cache / "zarr.json").write_bytes(ledger.root_group(identity, options))
+    files = {**manifest.files, "zarr.json": file_entry(cache / "zarr.json")}
+    ledger.seal(cache, replace(manifest, options=options, files=files))
+    assert verify_cache(cache)["ok"]
+    (cache / "commits" / "u000001.json").unlink()
+    assert repair_cache(cache, device="cpu")["units_repaired"] == 1
+    assert is_like(cache, alone)
+    assert "workers" not in ledger.read_root(cache)[1]
+
+
+# --- other machines -------------------------------------------------------------------------------
+
+
+def test_another_machine_finds_the_target_under_its_own_name_and_looks_whether_it_is_it(
+    tmp_path, tiny_target, tiny_data
+):
+    config = tiny_build(tiny_target, tiny_data, tmp_path / "out")
+    found, plan = build.plan_with_weights(config)
+    job = build.Job(config=config, options={}, host="another", found=found, plan=plan, committed={})
+    copy = shutil.copytree(tiny_target, tmp_path / "copy")
+    here = replace(config, target=str(copy), out=tmp_path / "mounted")
+    assert job.as_here(here).found.folder == copy
+    assert job.as_here(here).config.out == tmp_path / "mounted"
+    text = (copy / "config.json").read_text()
+    (copy / "config.json").write_text(text.replace('"hidden_act": "silu"', '"hidden_act": "gelu"'))
+    with pytest.raises(TargetError, match=r"its config\.json is not that of another"):
+        job.as_here(here)
+    assert replace(job, host=socket.gethostname()).as_here(here).found.folder == found.folder
+
+
+def test_every_method_of_a_target_is_told_to_the_processes_that_follow():
+    methods = {name for name, method in vars(Target).items() if callable(method) and name[0] != "_"}
+    led = {name for name in vars(lockstep.Leader) if name[0] != "_"}
+    assert methods
+    assert led == methods
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_ranks_of_torchrun_build_one_cache(alone, tmp_path, tiny_target, tiny_data):
+    out = tmp_path / "out"
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    with start([*launcher, *command(tiny_target, tiny_data, out)]) as torchrun:
+        told, log = torchrun.communicate(timeout=300)
+    assert torchrun.returncode == 0, log
+    assert is_like(out, alone)
+    assert told.count("fingerprint") == 1  # one rank reports
+    assert log.count("extracted ") == 1
+
+
+def test_two_ranks_of_srun_build_one_cache(alone, tmp_path, tiny_target, tiny_data):
+    out, port = tmp_path / "out", free_port()
+    ranks = [
+        start(
+            command(tiny_target, tiny_data, out),
+            SLURM_PROCID=number,
+            SLURM_NTASKS="2",
+            SLURM_LOCALID=number,
+            MASTER_ADDR="localhost",
+            MASTER_PORT=str(port),
+        )
+        for number in "10"
+    ]
+    told = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    assert is_like(out, alone)
+    assert [out.count("fingerprint") for out, _ in told] == [0, 1]
+    assert "worker" not in told[0][1] + told[1][1]  # nobody died
+
+
+def test_every_rank_ends_with_the_error_of_rank_0_and_rank_0_alone_tells_it(tmp_path):
+    port = str(free_port())
+    config = tiny_build(tmp_path / "no-target", tmp_path / "no-data", tmp_path / "out")
+
+    def rank(number: int):
+        found = find_rank(
+            {
+                "SLURM_PROCID": str(number),
+                "SLURM_NTASKS": "2",
+                "SLURM_LOCALID": str(number),
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": port,
+            }
+        )
+        assert found is not None
+        return found
+
+    group = partial(group_of_rank, "cpu", tensor_parallel=1, gpus=0, local_rank=0)
+    caught = []
+
+    def other() -> None:
+        try:
+            teams.take_part(rank(1), group, config)
+        except DFlashError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(DFlashError, match="no-target"):
+        teams.as_first_rank(rank(0), group, config, partial(build._built, config))
+    thread.join(timeout=60)
+    assert [type(error) for error in caught] == [ToldElsewhere]
+    assert "no-target" in str(caught[0])
+    assert not config.out.exists()

@@ -1,0 +1,84 @@
+"""What one process of a build does for all: show the progress, and notice who is gone.
+
+It is the process that the user looks at, which plans and seals; when it is gone, all are.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from torch import distributed
+
+from dflash_cache.board import Board
+from dflash_cache.progress import Display
+
+EVERY = 0.5  # seconds between two looks
+# A supervisor beats every few seconds; one that was silent for so long is gone with its machine.
+SILENCE = 60.0
+# A machine may take so long to start; who never came holds nothing, so nobody waits for less.
+LATE = 600.0
+
+
+@dataclass(eq=False)
+class Watch:
+    """Looks at the board now and then; knows its own clock alone."""
+
+    board: Board
+    display: Display
+    clock: Callable[[], float] = time.monotonic
+    heard: dict[int, tuple[int, float]] = field(default_factory=dict)  # beats, and since when
+    told: set[int] = field(default_factory=set)
+    started: bool = False
+
+    def look(self) -> None:
+        self.bury_the_silent()
+        self.tell_deaths()
+        if not self.started and self.board.evidence() is not None:
+            self.started = True
+            self.display.start()
+        self.display.show(self.board.counts())
+
+    def bury_the_silent(self) -> None:
+        now = self.clock()
+        for worker in range(self.board.world):
+            beats = self.board.beats(worker)
+            before, since = self.heard.get(worker, (-1, now))
+            if beats != before:
+                self.heard[worker] = (beats, now)
+            elif now - since > (SILENCE if beats else LATE) and not self.board.has_left(worker):
+                self.board.bury(worker, f"no sign of life for {now - since:.0f} s")
+
+    def tell_deaths(self) -> None:
+        """One line for each worker that died, and where its work goes."""
+        for worker in set(range(self.board.world)) - self.told:
+            if (how := self.board.end_of(worker)) is None:
+                continue
+            self.told.add(worker)
+            line = f"worker {worker} died ({how})"
+            held = len(self.board.held(worker))
+            if held and self.board.failure() is None:
+                line += f"; its {held} unit{'s go' if held > 1 else ' goes'} to the others"
+            self.display.tell(line)
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Look at the board in a thread of its own, and once more at the end."""
+    over = threading.Event()
+
+    def run() -> None:
+        # Where the store is gone, so are the others; the main thread will say so.
+        with suppress(distributed.DistNetworkError, distributed.DistStoreError):
+            while not over.wait(EVERY):
+                watch.look()
+
+    thread = threading.Thread(target=run, name="dflash-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        watch.look()
