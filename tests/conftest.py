@@ -185,6 +185,6 @@ def tiny_build(target: Path, data: Path, out: Path, **changes):
         "unit_tokens": 400,
         "batch_tokens": 512,
         "agreement_samples": 0,
-        "device": "cpu",
+        "devices": "cpu",
     }
     return BuildConfig(target=str(target), data=str(data), out=out, **{**options, **changes})

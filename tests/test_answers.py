@@ -708,7 +708,7 @@ def test_greedy_answers_are_what_the_target_generates_and_agrees_with(real_targe
     import torch
 
     from dflash_cache.config import BuildConfig
-    from dflash_cache.target import load_target
+    from dflash_cache.weights import load_target
 
     prompts = ["Name three colours.", "What is the capital of France?", "Say hello in French."]
     follow_up = [turn("assistant", ""), turn("user", "Thank you. Write one short sentence more.")]
@@ -742,7 +742,7 @@ def test_greedy_answers_are_what_the_target_generates_and_agrees_with(real_targe
     cache = tmp_path / "cache"
     build_cache(
         BuildConfig(target=str(real_target), data=str(out), out=cache, target_dtype="float32",
-                    device="cpu", max_skipped=0.0)
+                    devices="cpu", max_skipped=0.0)
     )  # fmt: skip
     assert CacheReader(cache).manifest.agreement["greedy"] > 0.97
 

@@ -50,7 +50,7 @@ def build(dflash, small_target, tmp_path):
             "target_dtype": "float32",
             "target_layers": "1",
             "agreement_samples": 0,
-            "device": "cpu",
+            "devices": "cpu",
             **options,
         }
         typed = [
@@ -91,7 +91,8 @@ def test_a_good_build_prints_one_object_on_stdout_and_nothing_else(build, tmp_pa
     assert result.exit_code == 0, (result.output, result.exception)
     (line,) = result.stdout.splitlines()
     assert json.loads(line)["samples"] == 4
-    assert result.stderr == ""
+    (told,) = result.stderr.splitlines()
+    assert told.startswith("extracted ")
     assert (tmp_path / "out" / "manifest.json").is_file()
 
 
@@ -148,7 +149,7 @@ def test_no_folder_for_info_is_usage(dflash):
         ({"target_dtype": "float16"}, "--target-dtype float16: want bfloat16 or float32"),
         ({"target_revision": "main"}, "a folder has no revisions; leave out --target-revision"),
         ({"encoding": "fp4"}, "--encoding fp4: want bf16, lossless"),
-        ({"workers": 0}, "--workers 0: want 1 or more"),
+        ({"tensor_parallel": 0}, "--tensor-parallel 0: want 1 or more"),
         ({"bucket_edges": "10,5"}, "--bucket-edges (10, 5): want increasing numbers"),
         ({"batch_tokens": 0}, "--batch-tokens 0: want 1 or more"),
         ({"max_skipped": 2}, "--max-skipped 2.0: want a share between 0 and 1"),
@@ -160,8 +161,8 @@ def test_no_folder_for_info_is_usage(dflash):
         ({"mask_token_id": 5000}, "--mask-token-id 5000: the embedding has rows 0 to 309"),
         ({"mask_token_id": 2}, "--mask-token-id 2: that is the end or padding token"),
         ({"mask_token_id": 50}, "--mask-token-id 50: the tokenizer produces that id"),
-        ({"device": "quantum"}, "--device quantum: want auto, cpu, cuda or cuda:N"),
-        ({"device": "meta"}, "--device meta: want auto, cpu, cuda or cuda:N"),
+        ({"devices": "quantum"}, "--devices quantum: want auto, all, cpu or numbers of GPUs"),
+        ({"devices": "cpu,meta"}, "--devices cpu,meta: want auto, all, cpu or numbers of GPUs"),
     ],
 )
 def test_an_option_that_cannot_work_is_one_message(build, tmp_path, options, told):

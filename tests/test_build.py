@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections import Counter, namedtuple
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +25,13 @@ from dflash_cache.config import ENCODING_NAMES, BuildConfig
 from dflash_cache.describe import describe_cache, describe_plan
 from dflash_cache.encodings import relative_l2
 from dflash_cache.errors import CacheError, CacheMismatchError, ConfigError, DiskFullError
-from dflash_cache.plan import Plan, plan_only, unit_bytes
+from dflash_cache.plan import Plan, plan_only, probe_bytes, unit_bytes
 from dflash_cache.reader import CacheReader
 from dflash_cache.schema import Manifest
 from dflash_cache.shard import ShardWriter
 from dflash_cache.sweep import leftovers
-from dflash_cache.target import load_target
 from dflash_cache.verify import verify_cache
+from dflash_cache.weights import load_target
 from dflash_cli.main import main
 
 INFO_KEYS = {
@@ -74,7 +75,7 @@ def no_flushing(monkeypatch):
 def one_load(monkeypatch, small_target):
     """Load the target once for many builds."""
     target = load_target(str(small_target), dtype="float32", device="cpu")
-    monkeypatch.setattr(build, "load_weights", lambda *_, **__: target)
+    monkeypatch.setattr(build, "load_weights", lambda *_, **__: deepcopy(target))
 
 
 def read_all(root: Path) -> list[tuple]:
@@ -437,7 +438,8 @@ def test_a_disk_that_is_just_large_enough_is_taken(small, monkeypatch):
 def left_after_the_first_unit(plan: Plan) -> int:
     """Of the whole, without what lies beside the units, and without the first of them."""
     first = [plan.samples.lengths[member] for member in plan.units[0].members]
-    return plan.bytes - plan.frozen_bytes - unit_bytes(plan.identity, first)
+    beside = plan.frozen_bytes + probe_bytes(plan.identity, plan.samples.lengths)
+    return plan.bytes - beside - unit_bytes(plan.identity, first)
 
 
 def test_a_resumed_build_needs_only_what_is_left(small, one_load, monkeypatch):

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from click.testing import CliRunner
 from conftest import save_tiny_target, tiny_build, write_jsonl
 from faults import every_failure
 
-from dflash_cache import build, extraction, ledger, lock, proofs, repair, store
+from dflash_cache import agreement, build, extraction, ledger, lock, repair, store
 from dflash_cache.build import build_cache
 from dflash_cache.config import BuildConfig
 from dflash_cache.convert import convert_cache
@@ -27,8 +28,8 @@ from dflash_cache.errors import CacheError, CacheMismatchError, ConfigError, Dis
 from dflash_cache.reader import CacheReader
 from dflash_cache.repair import repair_cache
 from dflash_cache.schema import CHANNELS_FILE, FINAL_HIDDEN, Manifest, UnitRecord
-from dflash_cache.target import load_target
 from dflash_cache.verify import verify_cache
+from dflash_cache.weights import load_target
 from dflash_cli.main import main
 
 LENGTHS = (150, 140, 150, 140, 90, 64, 30)
@@ -68,8 +69,8 @@ def one_load(target):
     loaded = load_target(str(target), dtype="float32", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         for module in (build, repair):
-            patch.setattr(module, "load_weights", lambda *_, **__: loaded)
-        patch.setattr(proofs, "measure_agreement", lambda *_: {"nll": 1.5, "greedy": 0.25})
+            patch.setattr(module, "load_weights", lambda *_, **__: deepcopy(loaded))
+        patch.setattr(agreement, "measure_agreement", lambda *_: {"nll": 1.5, "greedy": 0.25})
         patch.setattr(os, "fsync", lambda _: None)
         yield
 

@@ -48,7 +48,7 @@ def test_the_default_shown_is_the_default_of_the_dataclass(path, config):
         if field.name in arguments:
             continue
         assert flag(field.name) in help_text
-        if field.default not in (MISSING, None):
+        if field.default not in (MISSING, None, ()):
             shown = described(field).rsplit("[default: ", 1)[1]
             assert f"[default: {shown}" in help_text
             plain = ",".join(map(str, field.default)) if field.default.__class__ is tuple else None

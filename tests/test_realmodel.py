@@ -18,7 +18,7 @@ from dflash_cache.config import BuildConfig
 from dflash_cache.convert import convert_cache
 from dflash_cache.reader import CacheReader
 from dflash_cache.samples import encode_row
-from dflash_cache.target import load_target
+from dflash_cache.weights import load_target
 from dflash_cli.main import main
 from dflash_fit import loop
 from dflash_fit.config import EvalConfig, FitConfig
@@ -49,7 +49,7 @@ def real_cache(real_target, tmp_path_factory) -> Path:
         max_samples=40,
         batch_tokens=2048,
         unit_tokens=4096,
-        device="cpu",
+        devices="cpu",
     )
     build_cache(config)
     return out
@@ -185,7 +185,7 @@ def test_low_memory_of_the_disk_is_told_before_the_first_byte(real_target, tmp_p
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2e8, 1.9e8, 1e7))
     words = ["cache", "build", "--target", real_target, "--data", TRAIN, "--out", tmp_path / "c"]
-    result = CliRunner().invoke(main, [*map(str, words), "--max-samples", "40", "--device", "cpu"])
+    result = CliRunner().invoke(main, [*map(str, words), "--max-samples", "40", "--devices", "cpu"])
     assert result.exit_code == 1
     assert "are still to be written" in result.stderr
     assert not (tmp_path / "c").exists()

@@ -30,9 +30,9 @@ from dflash_cache.samples import Sample
 from dflash_cache.schema import FORMAT_VERSION, Identity, Manifest, UnitRecord, canonical_json
 from dflash_cache.shard import ShardWriter
 from dflash_cache.survey import survey_target, with_weights_hash
-from dflash_cache.target import load_target
 from dflash_cache.unit_reader import stored_states
 from dflash_cache.verify import verify_cache
+from dflash_cache.weights import load_target
 
 LAYERS = [1, 3, 5]  # the default three of eight
 
@@ -183,7 +183,9 @@ def test_the_sealed_totals_are_those_of_the_samples(reader, plan):
     assert sum(manifest.buckets.values()) == 40
     files = [p for p in reader.root.rglob("*") if p.is_file() and p.parent != reader.root]
     in_units = sum(p.stat().st_size for p in files if p.parent.name != "commits")
-    assert set(manifest.files) == {"zarr.json", "plan.parquet", "frozen.safetensors"}
+    assert set(manifest.files) == {
+        *("zarr.json", "plan.parquet", "frozen.safetensors", "probe.safetensors")
+    }
     beside = sum((reader.root / name).stat().st_size for name in manifest.files)
     assert manifest.bytes == in_units + beside
 

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -30,10 +31,10 @@ from dflash_cache.errors import CacheBusyError, CacheError, CacheMismatchError, 
 from dflash_cache.layout import CHUNK_TOKENS, RawPlane, chunks_of
 from dflash_cache.reader import CacheReader
 from dflash_cache.repair import repair_cache
-from dflash_cache.schema import CHANNELS_FILE, FINAL_HIDDEN, UnitRecord
+from dflash_cache.schema import CHANNELS_FILE, FINAL_HIDDEN, PROBE_FILE, UnitRecord
 from dflash_cache.sweep import collect
-from dflash_cache.target import load_target
 from dflash_cache.verify import verify_cache
+from dflash_cache.weights import load_target
 
 # Units u000001 and u000002 have equally many samples and chunks: their raw files are of one size.
 LENGTHS = (150, 140, 150, 140, 90, 64, 30)
@@ -69,7 +70,7 @@ def one_load(target):
     loaded = load_target(str(target), dtype="float32", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         for module in (build, repair):
-            patch.setattr(module, "load_weights", lambda *_, **__: loaded)
+            patch.setattr(module, "load_weights", lambda *_, **__: deepcopy(loaded))
         patch.setattr(os, "fsync", lambda _: None)
         yield
 
@@ -313,8 +314,10 @@ def test_a_file_cut_extended_emptied_or_gone_is_found(sealed, original, harm):
         with replaced(sealed / name, HARM[harm]((sealed / name).read_bytes())):
             assert any(name in problem for problem in told(sealed)), name
             missing = refused(sealed, original)
-            # Nobody reads the plan, and metadata of zarr only by its size.
-            if name != "plan.parquet" and (harm != "only zeros" or not is_metadata(name)):
+            # Nobody reads the plan or the probe, and metadata of zarr only by its size.
+            if name not in ("plan.parquet", PROBE_FILE) and (
+                harm != "only zeros" or not is_metadata(name)
+            ):
                 assert missing, name
 
 
@@ -495,6 +498,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "stray record": (leave_stray, []),
     "plan spoilt": (partial(spoil, "plan.parquet"), []),
     "plan lost": (partial(lose, "plan.parquet"), []),
+    "probe spoilt": (partial(spoil, PROBE_FILE), []),
+    "probe lost": (partial(lose, PROBE_FILE), []),
     "frozen spoilt": (partial(spoil, "frozen.safetensors"), []),
     "frozen cut": (partial(cut, "frozen.safetensors"), []),
     "frozen header spoilt": (spoil_header, []),

@@ -63,7 +63,7 @@ def quickstart(work: Path, device: str) -> bool:
     fetch_target(target)
     on = ["--device", device]
     data = ["--target", target, "--data", HERE / "train.jsonl", "--out", cache]
-    dflash("cache", "build", *data, *CACHE_OPTIONS, *on)
+    dflash("cache", "build", *data, *CACHE_OPTIONS, "--devices", device)
 
     def fit(out: Path, *more: str) -> dict[str, Any]:
         return dflash("fit", "--cache", cache, "--out", out, *FIT_OPTIONS, *on, *more)
@@ -110,8 +110,8 @@ def row(name: str, held_out: float, decoded: dict[str, Any]) -> tuple[str, str, 
     return name, number(held_out), same_texts, number(decoded["acceptance_length"])
 
 
-def number(value: float) -> str:
-    return f"{value:.3f}"
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def yes(value: bool) -> str:
