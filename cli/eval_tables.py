@@ -81,8 +81,8 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def share(value: float) -> str:
-    return f"{value:.0%}"
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
 
 
 def acceptance(figures: Figures) -> str:

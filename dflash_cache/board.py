@@ -87,8 +87,8 @@ class Board:
 
     def bury(self, worker: int, how: str) -> bool:
         """Give free what a dead worker held; True for the first one to say so."""
-        if not self._swap(f"end/{worker}", "", how):
-            return False
+        first = self._swap(f"end/{worker}", "", how)
+        # Also by who is not the first: that one may have died before it came to this.
         ends = [self.end_of(number) for number in range(self.world)]
         if None not in ends:
             told = "; ".join(f"worker {number}: {end}" for number, end in enumerate(ends))
@@ -98,7 +98,7 @@ class Board:
                     "all committed units are kept. Run the same command again"
                 )
             )
-        return True
+        return first
 
     def last_words(self, worker: int) -> str | None:
         """What a worker said of its end, if it could."""

@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import platform
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -18,10 +19,11 @@ from dflash_cache.codec import Codec, left_codec
 from dflash_cache.config import BuildConfig
 from dflash_cache.devices import Group, gpus_here, group_of_rank, worker_groups
 from dflash_cache.disk import full_disk_is_told
-from dflash_cache.errors import TargetError
+from dflash_cache.errors import CacheError, TargetError
 from dflash_cache.evidence import leave_probe, meet_probe, prove, remembered_skips, tell_skipped
 from dflash_cache.extraction import Budget, codec_for, extract
 from dflash_cache.files import file_entry
+from dflash_cache.job_file import PATIENCE
 from dflash_cache.member import Member
 from dflash_cache.plan import Plan, make_plan, refuse_too_small_a_disk, still_needed, survey
 from dflash_cache.progress import Alone, Display
@@ -110,16 +112,31 @@ def _build(config: BuildConfig, team: Team | None) -> Manifest:
     )
     done = ledger.totals(committed.values())["tokens"]
     skipped, total = plan.samples.skipped, plan.samples.tokens
-    with progress.shown(config.out, total=total, done=done, skipped=skipped) as display:
-        if team is None:
-            evidence = work_alone(job, display)
-        else:
-            evidence = team.perform(work, job, folder=config.out, display=display)
-    records = ledger.committed_units(config.out, fingerprint=plan.identity.fingerprint)
-    manifest = make_manifest(config, plan, [records[unit.name] for unit in plan.units], evidence)
     with _full_disk(job):
+        with progress.shown(config.out, total=total, done=done, skipped=skipped) as display:
+            if team is None:
+                evidence = work_alone(job, display)
+            else:
+                evidence = team.perform(work, job, folder=config.out, display=display)
+        manifest = make_manifest(config, plan, all_records(config.out, plan), evidence)
         ledger.seal(config.out, manifest)
     return manifest
+
+
+def all_records(root: Path, plan: Plan) -> list[UnitRecord]:
+    """The records of a build whose units are all done, in the order of the plan."""
+    names = [unit.name for unit in plan.units]
+    end = time.monotonic() + PATIENCE
+    while missing := set(names) - set(ledger.recorded_units(root)):
+        if time.monotonic() > end:
+            raise CacheError(
+                f"{root}: {len(missing)} of {len(names)} units were committed and are not seen "
+                f"here ({min(missing)} ...); --out must be a folder that all machines share. Run "
+                "the same command again"
+            )
+        time.sleep(0.2)  # committed by another machine: network shares show it a little later
+    records = ledger.committed_units(root, fingerprint=plan.identity.fingerprint)
+    return [records[name] for name in names]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,10 +180,9 @@ def work_alone(job: Job, display: Display) -> dict[str, Any]:
     config, plan = job.config, job.plan
     ((device,),) = groups_of(config)
     target = load(job, device, True)
-    with _full_disk(job):
-        evidence = prove(target, plan, job.committed, config, lead=True)
-        codec = begin(job, target)
-        extract(target, plan, job.pending, config, codec, Alone(display))
+    evidence = prove(target, plan, job.committed, config, lead=True)
+    codec = begin(job, target)
+    extract(target, plan, job.pending, config, codec, Alone(display))
     return evidence
 
 

@@ -48,11 +48,12 @@ def worker_groups(devices: str, *, tensor_parallel: int, gpus: int) -> list[Grou
 
 
 def group_of_rank(
-    devices: str, *, tensor_parallel: int, gpus: int, local_rank: int, own_gpus: bool = False
+    devices: str, *, tensor_parallel: int, gpus: int, local_rank: int, own_gpus: int = 0
 ) -> Group:
     """The devices of one process of several that were started on this machine.
 
-    Each takes the next; the CPU is shared by all.  With `own_gpus` each sees only its own GPUs.
+    Each takes the next; the CPU is shared by all.  Slurm shows a task only its `own_gpus`, numbered
+    from 0, unless it is told otherwise (`--gpu-bind=none`): then this one sees more.
     """
     if devices == "auto":
         devices = "all" if gpus else "cpu"
@@ -60,7 +61,7 @@ def group_of_rank(
     if names == ["cpu"]:
         return ("cpu",) * tensor_parallel
     groups = grouped(names, tensor_parallel=tensor_parallel, devices=devices)
-    place = 0 if own_gpus else local_rank
+    place = 0 if own_gpus == gpus else local_rank
     if place >= len(groups):
         raise ConfigError(
             f"--devices {devices}: {len(names)} devices are enough for {len(groups)} processes "

@@ -17,7 +17,7 @@ from dflash_cache.errors import CacheError
 from dflash_cache.extraction import lone_states
 from dflash_cache.plan import Plan
 from dflash_cache.samples import Sample
-from dflash_cache.schema import UnitRecord
+from dflash_cache.schema import PROBE_FILE, UnitRecord
 from dflash_cache.target import Target
 
 # What a cache does without when a proof is left out, said at the start of a build.
@@ -86,17 +86,25 @@ def _proofs_of_states(
 
 
 def _rows_for_proofs(samples: Sequence[Sample], *, limit: int) -> list[torch.Tensor]:
-    """Three samples of unlike length, cut so that they fit a batch together."""
+    """Three samples, cut so that they fit a batch together and are of unlike length there.
+
+    Without the latter, data of long samples alone would prove nothing about padding.
+    """
     by_length = sorted(samples, key=lambda sample: sample.length)
-    some = {s.sample_id: s for s in (by_length[len(by_length) // 2], by_length[-1], by_length[0])}
-    width = max(1, min(1024, limit // len(some)))
-    return [torch.from_numpy(sample.input_ids[:width]).long() for sample in some.values()]
+    chosen = (by_length[len(by_length) // 2], by_length[-1], by_length[0])
+    width = max(1, min(1024, limit // len(chosen), by_length[-1].length))
+    cuts = [max(1, width * share // 3) for share in (2, 3, 1)]
+    return [
+        torch.from_numpy(sample.input_ids[:cut]).long()
+        for sample, cut in zip(chosen, cuts, strict=True)
+    ]
 
 
 def _some(plan: Plan, count: int) -> list[Sample]:
     """So many samples, from all over the data."""
     samples = plan.samples.samples
-    return samples[:: max(1, len(samples) // max(64, count))][:count]
+    count = min(count, len(samples))
+    return [samples[i * len(samples) // count] for i in range(count)]
 
 
 # --- the probe ----------------------------------------------------------------------------------
@@ -118,8 +126,14 @@ def leave_probe(target: Target, plan: Plan, config: BuildConfig) -> None:
 
 def meet_probe(target: Target, plan: Plan, config: BuildConfig) -> None:
     """Every other worker computes again the probe that the lead has left."""
-    if "probe" not in config.no_proof:
-        _prove_probe(target, plan, config.out)
+    if "probe" in config.no_proof:
+        return
+    if probe.read_probe(config.out) is None:
+        raise CacheError(
+            f"{config.out / PROBE_FILE}: not there, though the first worker has left it; all "
+            "workers need the same --out, on a folder that their machines share"
+        )
+    _prove_probe(target, plan, config.out)
 
 
 def _prove_committed(target: Target, plan: Plan, record: UnitRecord, root: Path) -> float:

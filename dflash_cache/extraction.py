@@ -41,17 +41,26 @@ class Budget:
     def __init__(self, slots: int) -> None:
         self.slots, self.halved = slots, False
 
-    def fitting(self, run: Callable[[], Landed]) -> Landed | None:
-        """What `run` gives; None where the device was out of memory, and batches are cut anew."""
+    def fitting(self, run: Callable[[], Landed], *, lengths: Sequence[int]) -> Landed | None:
+        """What `run` gives; None where the device was out of memory, and batches are cut anew.
+
+        `lengths` are those of the batch's samples: a lone one cannot be cut.
+        """
         try:
             return run()
         except torch.OutOfMemoryError as error:
             told = first_line(error)
         # Not in the handler: its traceback holds all that the batch has in memory.
-        self._halve(told)
+        self._halve(told, lengths)
         return None
 
-    def _halve(self, told: str) -> None:
+    def _halve(self, told: str, lengths: Sequence[int]) -> None:
+        if self.halved and len(lengths) == 1:
+            raise DFlashError(
+                f"out of memory again, with one sample of {lengths[0]:,} tokens ({told}), which no "
+                "smaller batch helps; spread the target over more devices with --tensor-parallel, "
+                f"or begin a new cache with --max-length {lengths[0] - 1} or less"
+            )
         if self.halved or self.slots < 2:
             raise DFlashError(
                 f"out of memory again, with batches of {self.slots:,} token slots ({told}); give "
@@ -135,7 +144,8 @@ def run_unit(
         for rows in plan_batches(lengths, batch_tokens=budget.slots):
             batch = samples[begin : begin + len(rows)]
             landed = budget.fitting(
-                partial(run_batch, target, batch, identity, lander, slots=budget.slots)
+                partial(run_batch, target, batch, identity, lander, slots=budget.slots),
+                lengths=[sample.length for sample in batch],
             )
             if landed is None:
                 break

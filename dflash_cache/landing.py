@@ -59,10 +59,12 @@ class Buffers:
     """The host memory of an extraction: so many buffers, which go round."""
 
     def __init__(self, count: int, *, pinned: bool) -> None:
+        # Kept here too: who drops a batch unread must not free what a GPU still writes to.
+        self.all = [HostBuffer(pinned=pinned) for _ in range(count)]
         self.free: SimpleQueue[HostBuffer | None] = SimpleQueue()
         self.failure: BaseException | None = None
-        for _ in range(count):
-            self.free.put(HostBuffer(pinned=pinned))
+        for buffer in self.all:
+            self.free.put(buffer)
 
     def take(self) -> HostBuffer:
         """A free buffer, as soon as there is one; raises why there will be none any more."""
@@ -103,7 +105,10 @@ class Landed:
     def wait(self) -> np.ndarray:
         """The facts, when all is there."""
         if self.arrived is not None:
-            self.arrived.synchronize()
+            # A new thread's device is the first one, where waiting would make a context: half a
+            # GB of a GPU that may be another worker's.
+            with torch.cuda.device(self.arrived.device):
+                self.arrived.synchronize()
         return self.facts.numpy()
 
     def encoded(self) -> Iterator[EncodedSample]:

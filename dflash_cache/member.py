@@ -70,7 +70,9 @@ class Member:
 
     def leads(self) -> bool:
         """Whether this worker goes first: nobody did yet, or who did died before it was ready."""
-        # In this order: who has died says nothing more, and what it left must not be made anew.
+        if self.board.evidence() is not None:
+            return False
+        # And again: who has died says nothing more, and what it left must not be made anew.
         return self.board.take_over(LEAD, self.worker) and self.board.evidence() is None
 
     def wait_until_ready(self) -> bool:

@@ -173,6 +173,8 @@ def probe_limit(dtype: str, *, lossy: bool = False) -> float:
 def furthest(found: Sequence[Tensor], stored: Sequence[Tensor]) -> tuple[int, float]:
     """The plane whose states differ most from what was stored, and by how much (relative)."""
     errors = [relative_error(f.to(s.dtype), s) for f, s in zip(found, stored, strict=True)]
+    if not errors:
+        return 0, 0.0  # the library has no word for the one layer that is kept
     worst = max(range(len(errors)), key=errors.__getitem__)
     return worst, errors[worst]
 

@@ -4,6 +4,7 @@ Pure: the environment goes in.  Source of the names: torch.distributed.run (torc
 output environment variables of Slurm's srun.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Rank:
     local: int  # its number on this machine
     meeting: Meeting
     hosts: bool  # whether rank 0 makes the store, or the launcher has it
-    own_gpus: bool  # whether it sees only GPUs of its own
+    own_gpus: int  # so many were asked for each process; 0: for all together
 
     @property
     def first(self) -> bool:
@@ -49,14 +50,19 @@ def find_rank(environment: Mapping[str, str]) -> Rank | None:
             local=local,
             meeting=_meeting(environment, world),
             hosts=number == 0 and not (by_torchrun and launcher_has_store),
-            own_gpus=not by_torchrun and any(name in environment for name in GPUS_BY_TASK),
+            own_gpus=0 if by_torchrun else _gpus_per_task(environment),
         )
     return None
 
 
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-# With these options srun shows each task only the GPUs that are its own, numbered from 0.
-GPUS_BY_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
+
+
+def _gpus_per_task(environment: Mapping[str, str]) -> int:
+    """GPUs of each task of srun: `2`, `a100:2`, or among others as in `cpu=4,gres/gpu:a100=2`."""
+    by_kind = environment.get("SLURM_TRES_PER_TASK", "").split(",")
+    found = environment.get("SLURM_GPUS_PER_TASK") or ",".join(w for w in by_kind if "gpu" in w)
+    return sum(map(int, re.findall(r"(?:^|[,:=])([0-9]+)(?=,|$)", found)))
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:

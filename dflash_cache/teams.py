@@ -120,6 +120,7 @@ def _launch(seats: list[Seat]) -> None:
             start_method="spawn",
             local_addr="localhost",
             logs_specs=DefaultLogsSpecs(log_dir=logs),
+            signals_to_handle=",".join(_signals_heard()),
         )
         try:
             elastic_launch(config, _supervise_launched)(os.getpid(), seats)
@@ -138,6 +139,11 @@ def _supervise_launched(parent: int, seats: list[Seat]) -> None:
     board = connect(seat.meeting, world=seat.world)
     supervise(seat, board)
     wait_for_end(seat, board)
+
+
+def _signals_heard() -> list[str]:
+    """Those that end the workers; what this process ignores stays ignored, as under nohup."""
+    return [s.name for s in LAUNCHER_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
@@ -221,8 +227,12 @@ def take_part(rank: Rank, find_group: FindGroup, config: BuildConfig) -> Manifes
         try:
             return _take_part(rank, find_group, config, board)
         except DFlashError as error:
+            # Told here too: a launcher may end rank 0 for it, before that has looked at the board.
             board.fail(error)
-            raise ToldElsewhere(str(error)) from None
+            raise
+        except BaseException as error:
+            board.bury(rank.number, f"its supervisor ended: {error!r}")
+            raise
         finally:
             board.leave(rank.number)
 
@@ -237,7 +247,7 @@ def _lost_store_is_told(what: str) -> Iterator[None]:
 
 def _take_part(rank: Rank, find_group: FindGroup, config: BuildConfig, board: Board) -> Manifest:
     group, worked = find_group(), False
-    while (sealed := board.end()) is None:
+    while (sealed := _sealed(board)) is None:
         job = board.text("job")
         if job is not None and not worked:
             supervise(_seat_of(rank, group, config, config.out / job), board)
@@ -245,3 +255,10 @@ def _take_part(rank: Rank, find_group: FindGroup, config: BuildConfig, board: Bo
         board.beat(rank.number)
         time.sleep(0.2)
     return Manifest.from_bytes(sealed.encode(), where="the manifest of rank 0")
+
+
+def _sealed(board: Board) -> str | None:
+    try:
+        return board.end()
+    except DFlashError as error:
+        raise ToldElsewhere(str(error)) from None

@@ -17,6 +17,8 @@ from dflash_cache.progress import Display
 EVERY = 0.5  # seconds between two looks
 # A supervisor beats every few seconds; one that was silent for so long is gone with its machine.
 SILENCE = 60.0
+# Who has not looked for so long was stopped itself, and maybe the others with it: Ctrl-Z, or Slurm.
+GAP = SILENCE / 2
 # A machine may take so long to start; who never came holds nothing, so nobody waits for less.
 LATE = 600.0
 
@@ -29,11 +31,16 @@ class Watch:
     display: Display
     clock: Callable[[], float] = time.monotonic
     heard: dict[int, tuple[int, float]] = field(default_factory=dict)  # beats, and since when
+    looked: float | None = None
     told: set[int] = field(default_factory=set)
     started: bool = False
 
     def look(self) -> None:
         self.bury_the_silent()
+        with suppress(OSError):  # of a terminal that is gone: no reason to look no more
+            self.tell()
+
+    def tell(self) -> None:
         self.tell_deaths()
         if not self.started and self.board.evidence() is not None:
             self.started = True
@@ -42,6 +49,9 @@ class Watch:
 
     def bury_the_silent(self) -> None:
         now = self.clock()
+        if self.looked is not None and now - self.looked > GAP:
+            self.heard.clear()
+        self.looked = now
         for worker in range(self.board.world):
             beats = self.board.beats(worker)
             before, since = self.heard.get(worker, (-1, now))

@@ -59,6 +59,10 @@ def load_weights(
     this and gets its own share of the layers; embedding and head are whole in each.
     """
     on = pick_device(device)
+    if on.index is not None:
+        # Where kernels of Triton run and memory is pinned; on another GPU a context of CUDA takes
+        # half a GB, or finds no room.
+        torch.cuda.set_device(on)
     model = build_empty(survey)
     choose_attention(model, attention, device=on, dtype=survey.spec.dtype)
     warn_of_slow_layers(model, survey.spec.name, device=on)

@@ -170,10 +170,10 @@ def _run(parent: int, seat: Seat, index: int) -> None:
     settle(parent)
     if seat.threads is not None:
         torch.set_num_threads(seat.threads)
-    if seat.group[index].startswith("cuda"):
-        torch.cuda.set_device(seat.group[index])
     board = connect(seat.meeting, world=seat.world)
     try:
+        if seat.group[index].startswith("cuda"):
+            torch.cuda.set_device(seat.group[index])
         if len(seat.group) > 1:
             _meet(seat, index)
         work, arguments = read_job(seat.job)
@@ -231,7 +231,8 @@ def _die_with(parent: int) -> None:
     sweeps.
     """
     # Who is asked to stop at the terminal asks the others; they end without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

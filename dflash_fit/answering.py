@@ -126,8 +126,9 @@ def refuse_too_long(row: PromptRow, length: int, max_new_tokens: int, positions:
 @contextmanager
 def named(rows: Sequence[PromptRow]) -> Iterator[None]:
     """What goes wrong inside tells at which prompt."""
-    numbers = ", ".join(str(row.number) for row in rows)
-    where = rows[0].where if len(rows) == 1 else f"{rows[0].source}, rows {numbers}"
+    # The warm-up asks one row several times.
+    numbers = list(dict.fromkeys(str(row.number) for row in rows))
+    where = f"{rows[0].source}, rows {', '.join(numbers)}" if len(numbers) > 1 else rows[0].where
     try:
         yield
     except DFlashError as error:

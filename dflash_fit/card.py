@@ -16,6 +16,11 @@ from dflash_fit.provenance import Provenance
 
 NOT_KNOWN = "not on record"
 LIBRARIES = ("torch", "transformers", "safetensors")
+# Another run may have had these samples.
+BEGUN = (
+    " It began with weights that were trained before; whether those had seen these samples is not "
+    "on record."
+)
 # Options that decide nothing about the drafter.
 UNTOLD = (*SPEED_ONLY, "init_from", "keep_last", "eval_every", "eval_tokens")
 
@@ -25,7 +30,7 @@ def model_card(
 ) -> str:
     """README.md of a serving folder."""
     parts = [
-        head(known),
+        head(known, serves),
         f"# {name}\n\nA [DFlash](https://arxiv.org/abs/2602.06036) drafter: it drafts blocks of "
         f"{drafter.block_size - 1} tokens for `{target(known)}`, which verifies them. It serves "
         "that target and no other; embedding and LM head are the target's and not in this folder.",
@@ -40,9 +45,10 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def head(known: Provenance) -> str:
+def head(known: Provenance, serves: Sequence[str]) -> str:
     """What the Hub reads."""
-    lines = ["library_name: transformers", "tags:", "- dflash", "- speculative-decoding"]
+    lines = ["library_name: transformers"] if "transformers" in serves else []
+    lines += ["tags:", "- dflash", "- speculative-decoding"]
     if known.identity and known.identity.target["revision"]:
         lines.append(f"base_model: {known.target}")  # a name of the Hub, not a folder
     return "\n".join(["---", *lines, "---"])
@@ -90,8 +96,9 @@ def acceptance(known: Provenance) -> str:
     return "\n\n".join(
         [
             "Tokens committed per pass of the target (accepted drafts plus one), on samples that "
-            f"never trained ({percent(share)} of the conversations), measured offline: drafts are "
-            "compared with the text as it stands. Micro is over passes, macro the mean over texts.",
+            f"this run never trained on ({percent(share)} of the conversations), measured offline: "
+            "drafts are compared with the text as it stands. Micro is over passes, macro the mean "
+            "over texts." + (BEGUN if known.training.get("init_from") else ""),
             table(rows),
             slot_table(found),
         ]
@@ -118,13 +125,21 @@ def slot_table(found: dict[str, Any]) -> str:
 
 
 def sglang(drafter: DrafterConfig, known: Provenance) -> str:
+    """SGLang took causality from the kind of a layer, whatever the keys say."""
+    looks = [drafter.look(i) for i in range(drafter.num_hidden_layers)]
+    odd = any(look.causal != (look.window is not None) for look in looks)
+    warning = (
+        "\n\nIn the block, this drafter's layers are not causal by their kind. Versions of SGLang "
+        "that do not read `is_causal` serve sliding layers as causal and full ones as not, and "
+        "little is accepted: measure it there."
+    )
     return f"""**SGLang**
 
 ```
 python -m sglang.launch_server --model-path {target(known)} \\
     --speculative-algorithm DFLASH --speculative-draft-model-path FOLDER \\
     --speculative-num-draft-tokens {drafter.block_size}
-```"""
+```""" + (warning if odd else "")
 
 
 def vllm(drafter: DrafterConfig, known: Provenance) -> str:

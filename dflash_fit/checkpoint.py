@@ -40,6 +40,7 @@ BEFORE = {
     "slot_weights": "decay",
 }
 
+CHECKPOINTS = "checkpoints"
 STATE_FILES = ("state.json", "optimizer.safetensors", "model.safetensors", "config.json")
 
 
@@ -133,7 +134,7 @@ def refuse_other_run(path: Path, wanted: dict[str, Any]) -> None:
 
 
 def step_folder(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step_{step:08d}"
+    return run / CHECKPOINTS / f"step_{step:08d}"
 
 
 def save_checkpoint(
@@ -159,7 +160,7 @@ def save_checkpoint(
 
 def checkpoints(run: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    found = sorted((run / "checkpoints").glob("step_*"))
+    found = sorted((run / CHECKPOINTS).glob("step_*"))
     return [path for path in found if all((path / name).is_file() for name in STATE_FILES)]
 
 
@@ -201,7 +202,12 @@ def find_drafter(path: Path, *, checkpoint: str = "best") -> Path:
     """The drafter folder that a user means by a run, a checkpoint or an export."""
     if not path.is_dir():
         raise RunFolderError(f"{path}: no such folder")
-    if not (path / "checkpoints").is_dir():
+    if not is_run(path):
+        if checkpoint != "best":
+            raise RunFolderError(
+                f"{path}: is one drafter and no run, so it has no checkpoint {checkpoint!r}; drop "
+                "--checkpoint, or give the run"
+            )
         return path
     complete = checkpoints(path)
     if not complete:
@@ -216,6 +222,17 @@ def find_drafter(path: Path, *, checkpoint: str = "best") -> Path:
             f"{path}: no checkpoint {checkpoint!r}; there are {[p.name for p in complete]}"
         )
     return named[checkpoint]
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run: one that has not saved anything yet has only its options."""
+    if (path / CHECKPOINTS).is_dir():
+        return True
+    try:
+        found = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and "cache_fingerprint" in found
 
 
 def append_metrics(run: Path, line: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ it, which is the next anchor.  Texts advance independently; one that has ended l
 K target layers, R texts that go on, B block size.
 """
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -26,26 +25,18 @@ from dflash_fit.target_session import CacheKind, TargetSession
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """An answer, its target passes after reading the prompt, and the seconds it took."""
+    """An answer, and its target passes after reading the prompt."""
 
     tokens: list[int]  # the answer, stop token included
     chain: Chain  # accepted drafts and committed tokens of every pass
-    seconds: float  # from the start of the call, shared by a batch, to this answer's end
-
-    @property
-    def target_passes(self) -> int:
-        return len(self.chain.committed)
 
 
 class Answer:
     """An answer while it is written."""
 
-    def __init__(
-        self, first: int, *, max_new_tokens: int, stop_ids: Collection[int], began: float
-    ) -> None:
+    def __init__(self, first: int, *, max_new_tokens: int, stop_ids: Collection[int]) -> None:
         self.tokens, self.accepted, self.committed = [first], list[int](), list[int]()
         self.room, self.stop_ids = max_new_tokens - 1, stop_ids
-        self.began, self.seconds = began, time.perf_counter() - began
 
     @property
     def ended(self) -> bool:
@@ -60,11 +51,10 @@ class Answer:
         self.accepted.append(min(len(new) - 1, len(kept)))
         self.committed.append(len(kept))
         self.room -= len(kept)
-        self.seconds = time.perf_counter() - self.began
 
     def result(self) -> Decoded:
         chain = Chain(accepted=tuple(self.accepted), committed=tuple(self.committed))
-        return Decoded(tokens=self.tokens, chain=chain, seconds=self.seconds)
+        return Decoded(tokens=self.tokens, chain=chain)
 
 
 @torch.inference_mode()
@@ -84,30 +74,30 @@ def speculate_batch(
     Greedy answers equal those of plain decoding, but for ties in the target's logits; drawn ones
     have the target's own distribution (see `sampling`).
     """
-    began = time.perf_counter()
     session = TargetSession(target, drafter.config.target_layer_ids, cache=cache)
     logits, states = session.start(prompts, room=max_new_tokens + drafter.config.block_size)
     contexts = [DraftContext(drafter, frozen) for _ in prompts]
     for context, hidden in zip(contexts, states, strict=True):
         context.extend(hidden)
     answers = [
-        Answer(token, max_new_tokens=max_new_tokens, stop_ids=stop_ids, began=began)
+        Answer(token, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
         for token in choose(logits)[:, 0].tolist()
     ]
     going = leave_ended(session, answers, range(len(answers)), [0] * len(answers), read=0)
     while going:
         anchors = torch.tensor([answers[text].tokens[-1] for text in going], device=target.device)
-        # No text reads behind the last new token of the one that has most to write.
-        room = max(answers[text].room for text in going)
-        draft = draft_blocks([contexts[text] for text in going], anchors)[:, :room]
+        rooms = [answers[text].room for text in going]
+        draft = draft_blocks([contexts[text] for text in going], anchors)[:, : max(rooms)]
         block = torch.cat([anchors[:, None], draft], dim=1)
-        logits, hidden = session.read(block)
+        logits, hidden = session.read(block, rooms=rooms)
         chosen = choose(logits)
         # Kept: the anchor and the agreed drafts.  Committed: the agreed drafts and the next anchor.
         kept = (agreed_drafts(draft, chosen) + 1).tolist()
+        # To the host in one go: row by row it would wait for the work of every context.
+        new = chosen.tolist()
         for row, (text, count) in enumerate(zip(going, kept, strict=True)):
             contexts[text].extend(hidden[:, row, :count])
-            answers[text].commit(chosen[row, :count].tolist())
+            answers[text].commit(new[row][:count])
         going = leave_ended(session, answers, going, kept, read=block.shape[1])
     return [answer.result() for answer in answers]
 
@@ -123,17 +113,16 @@ def plain_batch(
     cache: CacheKind = "dynamic",
 ) -> list[Decoded]:
     """Plain decoding of several prompts at once, one token of each per target pass."""
-    began = time.perf_counter()
     session = TargetSession(target, (), cache=cache)
     logits, _ = session.start(prompts, room=max_new_tokens)
     answers = [
-        Answer(token, max_new_tokens=max_new_tokens, stop_ids=stop_ids, began=began)
+        Answer(token, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
         for token in choose(logits)[:, 0].tolist()
     ]
     going = leave_ended(session, answers, range(len(answers)), [0] * len(answers), read=0)
     while going:
         anchors = torch.tensor([answers[text].tokens[-1] for text in going], device=target.device)
-        logits, _ = session.read(anchors[:, None])
+        logits, _ = session.read(anchors[:, None], rooms=[answers[text].room for text in going])
         for text, token in zip(going, choose(logits)[:, 0].tolist(), strict=True):
             answers[text].commit([token])
         going = leave_ended(session, answers, going, [1] * len(going), read=1)

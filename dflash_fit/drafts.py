@@ -51,8 +51,8 @@ def block_logits(contexts: Sequence[DraftContext], anchor_tokens: Tensor) -> Ten
     """Logits [R, B - 1, V] of slots 1 .. B - 1 of the block behind each context, in one pass.
 
     The texts stand one behind the other like the documents of a training pack, so this is the
-    training forward, and a text is not padded to the length of another.  (The dense mask of the
-    CPU then covers all texts for every block: its cost grows with the square of R.)
+    training forward, and a text is not padded to the length of another.  (The dense mask covers
+    all texts for every block: its cost grows with the square of R.)
     """
     drafter, frozen = contexts[0].drafter, contexts[0].frozen
     config, device = drafter.config, anchor_tokens.device

@@ -60,7 +60,8 @@ def evaluate_offline(config: EvalConfig, folder: Path, cache: str) -> dict[str, 
         )
     frozen = load_frozen(reader, dtype=DTYPES[config.dtype], device=device)
     refuse_other_copies(found, frozen.embedding, frozen.head)
-    share = config.held_out or training.get("held_out") or FitConfig.held_out
+    trained = training.get("held_out") or FitConfig.held_out
+    share = trained if config.held_out is None else config.held_out
     _, measured = split_documents(reader, held_out=share)
     documents = choose_documents(measured, reader.lengths, max_tokens=config.max_tokens)
     longest = max(reader.lengths[d] for d in documents)

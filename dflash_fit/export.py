@@ -6,6 +6,7 @@ format is left as well as entered.
 """
 
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,34 +42,45 @@ def export(config: ExportConfig) -> dict[str, Any]:
 
     The folder appears only when the check has passed.
     """
-    if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
-        raise DrafterError(f"{config.out}: is there already; give --out a new folder")
+    out = new_place(config.out)
     source = find_drafter(config.run, checkpoint=config.checkpoint)
     found = read_published(source)
     known = provenance_of(source)
     refuse_unsafe_mask(found.config, known)
     tensors = {name: tensor.to(EXPORTED) for name, tensor in found.tensors.items()}
-    with disk.new_folder(config.out) as folder:
+    with disk.new_folder(out) as folder:
         write_json(folder / CONFIG_FILE, config_file(found.config, config, known))
         write_weights(folder / WEIGHTS_FILE, tensors, dtype=EXPORTED)
         write_json(folder / TRAINING_FILE, known.training)
         if has_code(config):
             (folder / CODE_FILE).write_text(code())
-        card = model_card(found.config, known, serves=serves(config), name=config.out.name)
+        card = model_card(found.config, known, serves=serves(config), name=out.name)
         (folder / CARD_FILE).write_text(card)
         check_export(folder, found.config, tensors, format=config.format, code=has_code(config))
     return {
-        "out": str(config.out),
+        "out": str(out),
         "source": str(source),
         "format": config.format,
         "for": config.for_,
         "tensors": len(tensors),
+        "left_out": sorted(found.copies),  # the target's own, which nothing here can compare
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "bytes": (config.out / WEIGHTS_FILE).stat().st_size,
+        "bytes": (out / WEIGHTS_FILE).stat().st_size,
         "block_size": found.config.block_size,
         "mask_token_id": found.config.mask_token_id,
         "target_layer_ids": list(found.config.target_layer_ids),
     }
+
+
+def new_place(out: Path) -> Path:
+    """Where to write, links followed; refuses what is there already."""
+    out = out.resolve()
+    taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if taken or out == Path.cwd():
+        raise DrafterError(f"{out}: is there already; give --out a new folder")
+    if any(parent.is_file() for parent in out.parents):
+        raise DrafterError(f"{out}: a file is in its way; give --out a new folder")
+    return out
 
 
 def has_code(config: ExportConfig) -> bool:

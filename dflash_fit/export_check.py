@@ -98,28 +98,29 @@ SHAPE_KEYS = (
 def check_reference(folder: Path, value: Mapping[str, Any], drafter: DrafterConfig) -> None:
     """config.json as z-lab's code, SGLang and vLLM look into it."""
     nested = value["dflash_config"]
-    expect(folder, "architectures", value["architectures"], ["DFlashDraftModel"])
+    check_top(folder, value, drafter)
     check_layers(folder, value, drafter)
     expect(folder, "rope_scaling", value["rope_scaling"], None)
     for place, name in ((value, "block_size"), (nested, "dflash_config.block_size")):
         expect(folder, name, place["block_size"], drafter.block_size)
-    for name in ("dtype", "torch_dtype"):
-        expect(folder, name, value[name], "bfloat16")
-    expect(folder, "num_target_layers", value["num_target_layers"], drafter.num_target_layers)
+    expect(folder, "torch_dtype", value["torch_dtype"], "bfloat16")
     expect(folder, "target_layer_ids", nested["target_layer_ids"], list(drafter.target_layer_ids))
-    if not all(0 <= i < drafter.num_target_layers for i in nested["target_layer_ids"]):
-        raise DrafterError(f"{folder}: reads target layers that the target does not have")
     check_mask(folder, nested["mask_token_id"], drafter)
-    # vLLM's precedence; SGLang and z-lab's code read the same keys.
-    said = value.get("is_causal", nested.get("causal"))
-    causal = [kind == SLIDING if said is None else said for kind in value["layer_types"]]
-    expect(folder, "causality of the layers", causal, looks(drafter, "causal"))
+    # Readers take either key, and the kind of the layer where it is absent.
+    for said in (value.get("is_causal"), nested.get("causal")):
+        causal = [kind == SLIDING if said is None else said for kind in value["layer_types"]]
+        expect(folder, "causality of the layers", causal, looks(drafter, "causal"))
 
 
 def check_speculators(folder: Path, value: Mapping[str, Any], drafter: DrafterConfig) -> None:
     """config.json as vLLM translates it."""
     nested, plan = value["transformer_layer_config"], value["speculators_config"]
-    expect(folder, "speculators_model_type", value["speculators_model_type"], "dflash")
+    for name, said in (
+        ("speculators_model_type", value["speculators_model_type"]),
+        ("algorithm", plan["algorithm"]),
+    ):
+        expect(folder, name, said, "dflash")
+    check_top(folder, value, drafter)
     check_layers(folder, nested, drafter)
     expect(folder, "block_size", value["block_size"], drafter.block_size)
     drafted = plan["proposal_methods"][0]["speculative_tokens"]
@@ -128,15 +129,26 @@ def check_speculators(folder: Path, value: Mapping[str, Any], drafter: DrafterCo
     ids = [i - 1 for i in value["aux_hidden_state_layer_ids"]]
     expect(folder, "target layers", ids, list(drafter.target_layer_ids))
     check_mask(folder, value["mask_token_id"], drafter)
-    free = value["sliding_window_non_causal"]
-    causal = [kind == SLIDING and not free for kind in nested["layer_types"]]
+    expect(folder, "sample_from_anchor", value["sample_from_anchor"], False)
+    expect(folder, "target_hidden_size", value["target_hidden_size"], None)
+    # vLLM takes the one switch for all layers.
+    causal = [not value["sliding_window_non_causal"]] * drafter.num_hidden_layers
     expect(folder, "causality of the layers", causal, looks(drafter, "causal"))
+
+
+def check_top(folder: Path, value: Mapping[str, Any], drafter: DrafterConfig) -> None:
+    """What both formats say at the top."""
+    expect(folder, "architectures", value["architectures"], ["DFlashDraftModel"])
+    expect(folder, "dtype", value["dtype"], "bfloat16")
+    expect(folder, "tie_word_embeddings", value["tie_word_embeddings"], False)
+    expect(folder, "num_target_layers", value["num_target_layers"], drafter.num_target_layers)
 
 
 def check_layers(folder: Path, value: Mapping[str, Any], drafter: DrafterConfig) -> None:
     """What both formats say of the layers, in the words of Qwen3."""
     expect(folder, "model_type", value["model_type"], "qwen3")
     expect(folder, "hidden_act", value["hidden_act"], "silu")
+    expect(folder, "attention_bias", value["attention_bias"], False)
     for name in SHAPE_KEYS:
         expect(folder, name, value[name], getattr(drafter, name))
     expect(folder, "rope_theta", value["rope_theta"], drafter.rope_theta)

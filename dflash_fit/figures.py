@@ -80,18 +80,20 @@ def figures(answers: Sequence[Measured], how: Counting) -> dict[str, Any]:
     plain_speed = per_second((len(a.plain), a.plain_seconds) for a in answers)
     speed = per_second((len(a.tokens), a.seconds) for a in answers)
 
-    def length(chains: Sequence[Chain]) -> float:
-        return float(summarize(chains, block_size=block_size)["acceptance_length"])
+    def length(chains: Sequence[Chain]) -> float | None:
+        return summarize(chains, block_size=block_size)["acceptance_length"] or None
 
     def straight(chains: Sequence[Chain]) -> float | None:
-        kept = [chain for chain, loop in zip(chains, loops, strict=True) if not loop]
-        return length(kept) or None
+        return length([chain for chain, loop in zip(chains, loops, strict=True) if not loop])
 
     counted = summarize(chains, block_size=block_size)
     return {
         **counted,
         **standard_errors(answers),
-        "full_blocks": counted["per_position"][-1] if counted["per_position"] else 0.0,
+        # Nothing is measured where every answer is one token: no pass followed the prompt.
+        "acceptance_length": counted["acceptance_length"] or None,
+        "acceptance_length_macro": counted["acceptance_length_macro"] or None,
+        "full_blocks": counted["per_position"][-1] if counted["per_position"] else None,
         "acceptance_length_not_looping": straight(chains),
         "offline_acceptance_length": length([answer.offline for answer in answers]),
         "identical_to_greedy": differing == 0 if how.greedy else None,

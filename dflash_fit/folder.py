@@ -53,7 +53,39 @@ OTHER_MATHEMATICS = {
     **dict.fromkeys(("attention_bias", "quantization_config"), UNKNOWN),
 }
 # Settings of those keys that do nothing: the name of the plain drafter, a factor of 1.
-HARMLESS = {"projector_type": ("dflash",)}
+HARMLESS: dict[str, str | int] = {
+    "projector_type": "dflash",
+    **dict.fromkeys(("output_multiplier", "input_embedding_scale", "attention_value_scale"), 1),
+}
+
+# What kind of value a key holds wherever it stands; null is as good as absent.
+SIZE, COUNT = "a whole number above 0", "a whole number of 0 or more"
+NUMBER, OBJECT, FLAG = "a number", "an object", "true or false"
+NAMES, LAYERS, OBJECTS = "a list of names", "a list of layers", "a list of objects"
+KINDS = {
+    **dict.fromkeys(SHAPE, SIZE),
+    **dict.fromkeys(("block_size", "mask_token_id", "sliding_window", "swa_window_size"), COUNT),
+    **dict.fromkeys(("max_window_layers", "draft_vocab_size", "target_hidden_size"), COUNT),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "initializer_range"), NUMBER),
+    **dict.fromkeys(("dflash_config", "rope_parameters", "rope_scaling"), OBJECT),
+    **dict.fromkeys(("transformer_layer_config", "speculators_config"), OBJECT),
+    **dict.fromkeys(("architectures", "layer_types"), NAMES),
+    **dict.fromkeys(("target_layer_ids", "aux_hidden_state_layer_ids"), LAYERS),
+    "proposal_methods": OBJECTS,
+    **dict.fromkeys(("is_causal", "causal", "use_sliding_window", "use_swa"), FLAG),
+    "sliding_window_non_causal": FLAG,
+}
+TYPES: dict[str, type | tuple[type, ...]] = {
+    SIZE: int,
+    COUNT: int,
+    NUMBER: (int, float),
+    OBJECT: dict,
+    NAMES: str,
+    LAYERS: int,
+    OBJECTS: dict,
+    FLAG: bool,
+}
+LEAST = {SIZE: 1, COUNT: 0}
 
 
 def to_config(config: DrafterConfig, *, dtype: torch.dtype) -> dict[str, Any]:
@@ -133,9 +165,23 @@ def from_config(value: Mapping[str, Any], *, where: str) -> DrafterConfig:
         "initializer_range": value.get("initializer_range", 0.02),
     }
     try:
-        return DrafterConfig(**said)
+        config = DrafterConfig(**said)
     except ConfigError as error:
         raise DrafterError(f"{where}: {error}") from None
+    refuse_bad_numbers(config, where=where)
+    return config
+
+
+def refuse_bad_numbers(config: DrafterConfig, *, where: str) -> None:
+    """A block without drafts, and target layers that the target does not have."""
+    if config.block_size < 2:
+        raise DrafterError(f"{where}: block_size = {config.block_size}, want 2 or more")
+    ids, layers = config.target_layer_ids, config.num_target_layers
+    if not ids or not all(0 <= i < layers for i in ids):
+        raise DrafterError(
+            f"{where}: target_layer_ids = {list(ids)} of num_target_layers = {layers}: want some "
+            f"from 0 to {layers - 1} (num_target_layers counts the target's layers, not those read)"
+        )
 
 
 def layer_types_of(value: Mapping[str, Any], *, layers: int) -> tuple[str, ...]:
@@ -168,6 +214,10 @@ def rope_theta_of(value: Mapping[str, Any], *, where: str) -> float:
         kind = place.get("rope_type", place.get("type", "default"))
         if kind not in (None, "default"):
             raise DrafterError(f"{where}: rotary embedding of type {kind!r}; {UNKNOWN}")
+        if any(isinstance(setting, dict) for setting in place.values()):
+            raise DrafterError(
+                f"{where}: another rotary embedding for each kind of layer; {UNKNOWN}"
+            )
     for place in (value, parameters, scaling):
         if place.get("partial_rotary_factor") not in (None, 1):
             share = place["partial_rotary_factor"]
@@ -191,7 +241,9 @@ def is_harmless(key: str, setting: Any) -> bool:
     if key == "markov_rank":
         return False  # DeepSpec's DFlash says 0, and its labels are shifted all the same
     # A factor of 1 does nothing; True equals 1 and does something.
-    return setting is not True and (setting in (False, 1) or setting in HARMLESS.get(key, ()))
+    if isinstance(setting, bool):
+        return not setting  # True equals 1 and does something
+    return bool(setting == 0 or (key in HARMLESS and setting == HARMLESS[key]))
 
 
 def _first(*values: bool | None) -> bool | None:
@@ -264,7 +316,31 @@ def read_json(folder: Path) -> dict[str, Any]:
         raise DrafterError(f"{path}: broken JSON") from None
     if not isinstance(value, dict):
         raise DrafterError(f"{path}: holds no JSON object; is this a DFlash drafter?")
+    refuse_wrong_kinds(value, where=str(path))
     return value
+
+
+def refuse_wrong_kinds(value: Mapping[str, Any], *, where: str) -> None:
+    """Values of another kind than their key holds, at any depth."""
+    for key, setting in value.items():
+        kind = KINDS.get(key)
+        if kind is not None and setting is not None and not is_of_kind(setting, kind):
+            raise DrafterError(f"{where}: {key} = {setting!r}, want {kind}")
+        for inner in setting if isinstance(setting, list) else [setting]:
+            if isinstance(inner, dict):
+                refuse_wrong_kinds(inner, where=where)
+
+
+def is_of_kind(setting: Any, kind: str) -> bool:
+    if (kind in (NAMES, LAYERS, OBJECTS)) != isinstance(setting, list):
+        return False
+    wanted = TYPES[kind]
+    # To Python a bool is an int as well.
+    right = all(
+        isinstance(one, wanted) and (wanted is bool or not isinstance(one, bool))
+        for one in (setting if isinstance(setting, list) else [setting])
+    )
+    return right and (kind not in LEAST or setting >= LEAST[kind])
 
 
 def read_training(folder: Path) -> dict[str, Any]:
@@ -274,6 +350,8 @@ def read_training(folder: Path) -> dict[str, Any]:
         value: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError:
         raise DrafterError(f"{path}: broken JSON; remove it, or export again") from None
+    if not isinstance(value, dict):
+        raise DrafterError(f"{path}: holds no JSON object; remove it, or export again")
     return value
 
 

@@ -54,9 +54,17 @@ class PromptRow:
     ) -> list[int]:
         """Tokens of what a server sends for the next answer."""
         try:
-            return encode_prompt(tokenizer, self.messages(answers), options=options)
+            ids = encode_prompt(tokenizer, self.messages(answers), options=options)
         except SkipRow as reason:
-            raise DataError(f"{self.where}: {reason}; repair or remove it") from None
+            raise self._refusal(str(reason)) from None
+        except (TypeError, UnicodeError):  # half of a surrogate pair, which JSON can spell
+            raise self._refusal("not text that can be encoded") from None
+        if not ids:
+            raise self._refusal("the chat template makes no token of it")
+        return ids
+
+    def _refusal(self, reason: str) -> DataError:
+        return DataError(f"{self.where}: {reason}; repair or remove it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +132,7 @@ def _asked(row: Row) -> tuple[list[Message], list[str]]:
     if row.get("turns") is not None:
         first, *others = _user_turns(row["turns"])
         return [{"role": "user", "content": first}], others
-    if not isinstance(row.get("messages", row.get("conversations")), list):
+    if not any(isinstance(row.get(key), list) for key in ("messages", "conversations")):
         raise SkipRow("no prompt (a text), turns (a list of texts), messages or conversations")
     opening = before_first_answer(messages_of(row))
     if not opening or opening[0]["role"] == "assistant":

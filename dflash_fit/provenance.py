@@ -11,6 +11,7 @@ from typing import Any
 
 from dflash_cache.errors import CacheError
 from dflash_cache.schema import Identity, TokenizerSpec
+from dflash_fit.checkpoint import CHECKPOINTS
 from dflash_fit.folder import CONFIG_FILE, read_training
 
 PLACES = ("cache", "out", "init_from", "device")
@@ -45,12 +46,15 @@ def provenance_of(folder: Path) -> Provenance:
     folder = folder.resolve()
     training = read_training(folder)
     kept = training.get("exported", {})
-    options = without_places(run_options(folder.parent.parent)) or kept.get("options", {})
-    measured = measured_at(folder.parent.parent, training.get("step")) or kept.get("measured", {})
+    options, measured = kept.get("options", {}), kept.get("measured", {})
+    if folder.parent.name == CHECKPOINTS:
+        run = folder.parent.parent
+        options = without_places(run_options(run))
+        measured = measured_at(run, training.get("step"))
     return Provenance(
         source=folder,
         training={
-            **without_folder(training),
+            **without_folders(training),
             "exported": {"options": options, "measured": measured},
         },
         options={k: v for k, v in options.items() if not k.startswith("cache_")},
@@ -70,12 +74,14 @@ def without_places(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in PLACES}
 
 
-def without_folder(training: dict[str, Any]) -> dict[str, Any]:
-    """A drafter's record; what it began with keeps its hashes, and not where it lay."""
+def without_folders(training: dict[str, Any]) -> dict[str, Any]:
+    """A drafter's record; what it began with, and that one with, keeps its hashes and no path."""
     beginning = training.get("init_from")
     if not beginning:
         return training
     kept = {name: value for name, value in beginning.items() if name != "folder"}
+    if "trained" in kept:
+        kept["trained"] = without_folders(kept["trained"])
     return {**training, "init_from": kept}
 
 

@@ -67,7 +67,7 @@ FOREIGN_TENSORS = {
     ".bias": f"projections with a bias; {UNKNOWN}",
 }
 # Wrappers that projects save a drafter out of.
-PREFIXES = ("", "model.", "draft_model.", "dflash_module.", "module.")
+PREFIXES = ("model.", "draft_model.", "dflash_module.", "module.")
 # What speculators keeps of the target beside the drafter.
 EMBEDDING, HEADS = "embed_tokens.weight", ("lm_head.weight", "verifier_lm_head.weight")
 NO_PART = ("verifier_norm.weight",)  # only its training reads that
@@ -97,12 +97,11 @@ def read_published(folder: Path, *, num_target_layers: int | None = None) -> Pub
     config = from_config(
         native_config(value, where=where, num_target_layers=num_target_layers), where=where
     )
-    path, tensors = read_weights(folder)
-    tensors = without_prefix(tensors)
-    copies = take_copies(tensors, config, path=path, layout=layout)
-    refuse_foreign_tensors(tensors, path=path)
-    refuse_wrong_tensors(path, {n: tuple(t.shape) for n, t in tensors.items()}, config)
-    refuse_bad_values(tensors, path=path)
+    tensors = without_prefix(read_weights(folder))
+    copies = take_copies(tensors, config, path=folder, layout=layout)
+    refuse_foreign_tensors(tensors, path=folder)
+    refuse_wrong_tensors(folder, {n: tuple(t.shape) for n, t in tensors.items()}, config)
+    refuse_bad_values(tensors, path=folder)
     return Published(folder=folder, layout=layout, config=config, tensors=tensors, copies=copies)
 
 
@@ -152,54 +151,48 @@ def native_config(
 
 
 def with_windows(value: dict[str, Any]) -> dict[str, Any]:
-    """Model-Optimizer's one window for all layers, as layer types.
+    """Model-Optimizer's keys of windows in the reference's words, read as vLLM reads them.
 
-    Its in-block causality is a key of its own; where that is absent, vLLM goes by the layer types
-    as they stand in the file, which are all full.
+    `use_swa` puts a window on every layer where the layer types know none, and their in-block
+    causality then stays that of full layers where nothing says it.
     """
     dflash = dict(value.get("dflash_config") or {})
     use_swa, window = dflash.pop("use_swa", None), dflash.pop("swa_window_size", None)
-    if not use_swa:
-        return {**value, "dflash_config": dflash}
-    kinds = value.get("layer_types") or []
-    said = (value.get("is_causal"), dflash.get("is_causal"), dflash.get("causal"))
-    causal = next((word for word in said if word is not None), SLIDING in kinds)
-    return {
-        **value,
-        "dflash_config": dflash,
-        "layer_types": [SLIDING] * value["num_hidden_layers"],
-        "sliding_window": window or value.get("sliding_window"),
-        "is_causal": causal,
-    }
+    said = {**value, "dflash_config": dflash}
+    slides = SLIDING in (value.get("layer_types") or ())
+    if slides or use_swa:
+        said["sliding_window"] = window or value.get("sliding_window")
+    if use_swa and not slides:
+        said["layer_types"] = [SLIDING] * (value.get("num_hidden_layers") or 0)
+        words = (value.get("is_causal"), dflash.get("is_causal"), dflash.get("causal"))
+        said["is_causal"] = next((word for word in words if word is not None), False)
+    return said
 
 
 # --- tensors ------------------------------------------------------------------------------------
 
 
-def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """All tensors, of one file or of those that an index names."""
+def weight_files(folder: Path) -> list[Path]:
+    """The file of weights, or those that an index names."""
     index = folder / INDEX_FILE
     if not index.is_file():
-        return folder / WEIGHTS_FILE, read_tensors(folder / WEIGHTS_FILE)
+        return [folder / WEIGHTS_FILE]
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [folder / name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DrafterError(f"{index}: names no files; is the folder complete?") from None
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        tensors |= read_tensors(folder / name)
-    return index, tensors
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of all files."""
+    return {n: t for path in weight_files(folder) for n, t in read_tensors(path).items()}
 
 
 def weights_sha256(folder: Path) -> str:
-    """Hash of the file of weights, or of the index and the files that it names, in order."""
-    index = folder / INDEX_FILE
-    paths = [folder / WEIGHTS_FILE]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        paths = [folder / name for name in names]
+    """Hash of the file of weights, or those of several, in order."""
     digests = []
-    for path in paths:
+    for path in weight_files(folder):
         with open(path, "rb") as file:
             digests.append(file_digest(file, "sha256").hexdigest())
     return "+".join(digests)
@@ -207,7 +200,7 @@ def weights_sha256(folder: Path) -> str:
 
 def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Names without the one wrapper that all of them have."""
-    for prefix in reversed(PREFIXES):
+    for prefix in PREFIXES:
         if tensors and all(name.startswith(prefix) for name in tensors):
             return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors
@@ -247,7 +240,7 @@ def refuse_foreign_tensors(tensors: Mapping[str, Tensor], *, path: Path) -> None
         for part, reason in FOREIGN_TENSORS.items():
             if part in name:
                 raise DrafterError(f"{path}: holds {name}; {reason}")
-    beside = path.parent / "mask_embedding.pt"
+    beside = path / "mask_embedding.pt"
     if beside.is_file():
         raise DrafterError(f"{beside}: {FOREIGN_TENSORS['mask_embedding']}")
 

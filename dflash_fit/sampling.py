@@ -22,6 +22,8 @@ from dflash_cache.errors import ConfigError
 
 Choose = Callable[[Tensor], Tensor]  # logits [R, n, V] to tokens [R, n]
 
+COLDEST = 1e-6  # far below, logits / temperature is infinite in fp32 and the shares are NaN
+
 
 def likeliest(logits: Tensor) -> Tensor:
     """Greedy choice: the token of the largest logit, the first of equal ones."""
@@ -39,9 +41,10 @@ class Sampler:
     generator: torch.Generator
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
+        if not self.temperature >= COLDEST:
             raise ConfigError(
-                f"temperature {self.temperature}: want more than 0; greedy decoding is `likeliest`"
+                f"temperature {self.temperature}: want {COLDEST} or more to draw tokens; 0 is "
+                "greedy decoding, which draws none"
             )
 
     def __call__(self, logits: Tensor) -> Tensor:

@@ -2,8 +2,12 @@
 
 Tensors have the same names there.  What differs: the drafter's shape is nested, a target layer is
 counted as in a `hidden_states` tuple (entry 0 is the embedding, so ids are one higher), and the
-block is told as the number of drafted tokens besides.  Causality is one switch for the sliding
-layers; full ones are never causal.
+block is told as the number of drafted tokens besides.
+
+Causality is one switch, `sliding_window_non_causal`.  To speculators it is about sliding layers and
+full ones are never causal; vLLM makes it `dflash_config.causal`, which it takes for all layers
+(vllm-project/vllm#56692).  So only drafters whose layers are all alike are written, and both read
+the switch as meant.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dflash_fit.drafter import SLIDING, DrafterConfig
+from dflash_fit.drafter import FULL, SLIDING, DrafterConfig
 from dflash_fit.errors import DrafterError
 from dflash_fit.folder import ARCHITECTURE, DTYPE_NAMES, SHIFTED, to_config
 
@@ -53,24 +57,28 @@ def to_speculators(
         "mask_token_id": config.mask_token_id,
         "num_target_layers": config.num_target_layers,  # ours: the format has no place for it
         "sample_from_anchor": False,
-        "sliding_window_non_causal": not sliding_causality(config),
+        "sliding_window_non_causal": not is_causal(config),
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         "dtype": DTYPE_NAMES[dtype],
     }
 
 
-def sliding_causality(config: DrafterConfig) -> bool:
-    """Whether sliding layers are causal in the block; refuses what the one switch cannot say."""
-    looks = zip(config.layer_types, map(config.look, range(config.num_hidden_layers)), strict=True)
-    causal = {(kind == SLIDING, look.causal) for kind, look in looks}
-    if (False, True) in causal:
+def is_causal(config: DrafterConfig) -> bool:
+    """Whether the layers are causal in the block; refuses what the one switch cannot say."""
+    causal = {config.look(i).causal for i in range(config.num_hidden_layers)}
+    if len(causal) > 1:
+        raise DrafterError(
+            "this drafter has layers that are causal in the block and layers that are not; vLLM "
+            "takes this format's one switch for all layers, and would accept little without a "
+            "word; export it without --format speculators, which vLLM reads right"
+        )
+    if causal == {True} and FULL in config.layer_types:
         raise DrafterError(
             "this drafter has full layers that are causal in the block, which the speculators "
             "format cannot say; export it without --format speculators"
         )
-    # Without sliding layers the switch means nothing: its default.
-    return (True, False) not in causal
+    return causal == {True}
 
 
 def from_speculators(
@@ -83,7 +91,7 @@ def from_speculators(
     refuse_other_kind(value, where=where)
     nested = dict(need(value, "transformer_layer_config", where=where))
     layer_ids = need(value, "aux_hidden_state_layer_ids", where=where)
-    if min(layer_ids) < 1:
+    if any(i < 1 for i in layer_ids):
         raise DrafterError(
             f"{where}: aux_hidden_state_layer_ids {layer_ids}; 0 is the target's embedding, which "
             "no cache holds as a layer"
@@ -98,7 +106,7 @@ def from_speculators(
     full = {**nested, **{name: value[name] for name in WINDOW if value.get(name) is not None}}
     return {
         **full,
-        **causality(full.get("layer_types") or (), value.get("sliding_window_non_causal")),
+        **causality(full.get("layer_types") or (), value, where=where),
         "architectures": [ARCHITECTURE],
         "num_target_layers": layers,
         "block_size": block_size,
@@ -110,9 +118,18 @@ def from_speculators(
     }
 
 
-def causality(layer_types: Sequence[str], non_causal: bool | None) -> dict[str, bool]:
+def causality(
+    layer_types: Sequence[str], value: Mapping[str, Any], *, where: str
+) -> dict[str, bool]:
     """`is_causal` as the reference says it: absent where layers differ by their kind."""
-    if SLIDING not in layer_types or non_causal:
+    if SLIDING not in layer_types:
+        return {"is_causal": False}
+    if value.get("sliding_window_non_causal") is None:
+        raise DrafterError(
+            f"{where}: sliding_window_non_causal is missing, which speculators reads as causal and "
+            "vLLM as not; add what the drafter was trained with"
+        )
+    if value["sliding_window_non_causal"]:
         return {"is_causal": False}
     return {"is_causal": True} if set(layer_types) == {SLIDING} else {}
 

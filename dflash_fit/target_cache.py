@@ -215,11 +215,17 @@ class TargetCache:
         join_caches(caches, lengths, self.cache)
         self.rewind = Rewind(target, self.cache, {})
 
-    def place(self, count: int) -> dict[str, Tensor]:
-        """Where `count` more tokens of every row stand; a mask where a row is padded."""
+    def place(self, count: int, rooms: Sequence[int]) -> dict[str, Tensor]:
+        """Where `count` more tokens of every row stand; a mask where a row is padded.
+
+        What a row has behind its room counts for nothing, and stands where its last token does:
+        a target that learned its positions has none beyond.
+        """
         lengths = torch.tensor(self.lengths, device=self.target.device)[:, None]
         width = max(self.lengths)
-        where = {"position_ids": lengths + torch.arange(count, device=lengths.device)}
+        last = torch.tensor(rooms, device=lengths.device)[:, None]
+        steps = torch.arange(count, device=lengths.device)
+        where = {"position_ids": lengths + torch.minimum(steps, last)}
         if min(self.lengths) < width:
             columns = torch.arange(width + count, device=lengths.device)
             where["attention_mask"] = (columns >= width - lengths).long()

@@ -40,9 +40,12 @@ class TargetSession:
         self.cache = TargetCache(self.target, caches, lengths, capacity=capacity)
         return torch.cat(logits), states
 
-    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Read tokens [R, n]; logits [R, n, V], and states [K, R, n, H]."""
-        where = self.cache.place(ids.shape[1])
+    def read(self, ids: Tensor, *, rooms: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Read tokens [R, n]; logits [R, n, V], and states [K, R, n, H].
+
+        Behind its first token of these, a row has room for so many more in its text.
+        """
+        where = self.cache.place(ids.shape[1], rooms)
         with self.cache.watch(ids.shape[1]):
             return self._forward(ids, self.cache.cache, logits_to_keep=0, **where)
 

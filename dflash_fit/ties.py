@@ -41,7 +41,10 @@ def answer_gap(
     for position, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             text = torch.tensor(list(one[:position]), dtype=prompt.dtype, device=prompt.device)
-            logits = target.logits(torch.cat([prompt, text])[None])[0, -1].float()
+            ids = torch.cat([prompt, text])[None]
+            # Of the last token alone: logits of a long text are gigabytes.
+            output = target.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+            logits = output.logits[0, -1].float()
             return Gap(position=position, logits=float((logits[left] - logits[right]).abs()))
     return None
 

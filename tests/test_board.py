@@ -1,5 +1,6 @@
 """No unit is lost or done twice at once, whoever dies when; no processes, one store in memory."""
 
+import math
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from dflash_cache.buckets import UnitPlan
 from dflash_cache.errors import DFlashError, DiskFullError
 from dflash_cache.member import Member
 from dflash_cache.progress import Count, Display
-from dflash_cache.watch import LATE, SILENCE, Watch
+from dflash_cache.watch import GAP, LATE, SILENCE, Watch
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +181,18 @@ def test_a_leader_that_dies_after_it_was_ready_is_not_followed(board):
     board.bury(2, "signal 9")
     assert not member(board, 3).leads()
     assert member(board, 3).wait_until_ready()
+    assert board.holders(LEAD) == [2]
+
+
+def test_who_comes_when_three_leaders_have_died_and_one_was_ready_joins(store):
+    board = Board(store, world=MOST_HOLDERS + 2)
+    for worker in range(MOST_HOLDERS):
+        assert member(board, worker).leads()
+        if worker == MOST_HOLDERS - 1:
+            board.set_ready({})
+        board.bury(worker, "signal 9")
+    assert not member(board, MOST_HOLDERS).leads()
+    assert board.failure() is None
 
 
 # --- how it ends ----------------------------------------------------------------------------------
@@ -203,6 +216,15 @@ def test_when_the_last_worker_dies_the_end_of_each_is_told(board):
         assert board.bury(worker, f"signal {worker}")
         assert not board.bury(worker, "said again, otherwise")
     assert "worker 0: signal 0; worker 1: signal 1; worker 2: signal 2" in str(board.failure())
+
+
+def test_who_buries_the_last_worker_may_die_before_it_tells(board):
+    for worker in range(3):
+        board.bury(worker, "signal 9")
+    board.store.set("end/3", "signal 9")
+    assert board.failure() is None
+    assert not board.bury(3, "no sign of life for 60 s")
+    assert "every worker died" in str(board.failure())
 
 
 def test_rank_0_may_fail_after_all_units_are_done(board):
@@ -284,7 +306,36 @@ def test_who_has_left_or_is_still_starting_is_not_given_up(board, watch, now):
     watch.look()
     assert board.end_of(0) is None
     assert board.end_of(1) is None
-    now[0] += LATE
-    watch.look()
+    for _ in range(math.ceil(LATE / GAP) + 1):
+        now[0] += GAP
+        watch.look()
     assert board.end_of(0) is None
-    assert board.end_of(1) == f"no sign of life for {LATE + 2 * SILENCE:.0f} s"
+    assert board.end_of(1) == f"no sign of life for {LATE + GAP:.0f} s"
+
+
+def test_who_was_stopped_itself_gives_nobody_up(board, watch, now):
+    """As by Ctrl-Z at a terminal, or by Slurm, which stop all processes alike."""
+    for worker in range(4):
+        board.beat(worker)
+    watch.look()
+    now[0] += 10 * SILENCE
+    watch.look()
+    assert [board.end_of(worker) for worker in range(4)] == [None] * 4
+    for _ in range(3):
+        now[0] += GAP
+        watch.look()
+    assert board.end_of(0) is not None  # those that have not come back
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_watch(board, watch, now, monkeypatch):
+    def broken(text: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(watch.display.stream, "write", broken)
+    for worker in range(4):
+        board.beat(worker)
+    for _ in range(4):
+        board.beat(0)
+        watch.look()
+        now[0] += GAP
+    assert [board.end_of(worker) is None for worker in range(4)] == [True, False, False, False]

@@ -118,6 +118,11 @@ def planned(row, plan, length=LENGTH):
     return tuple(found)
 
 
+def passes_of(one):
+    """Target passes after reading the prompt."""
+    return len(one.chain.committed)
+
+
 def cut(answer, stop_ids, length=LENGTH):
     """An answer up to its first stop token."""
     for at, token in enumerate(answer[:length]):
@@ -182,7 +187,7 @@ def test_always_as_many_are_accepted_as_are_right(texts, right, monkeypatch):
     know_the_text(monkeypatch, texts, lambda row, number: right)
     found = texts.together()
     assert [one.tokens for one in found] == texts.answers
-    assert {one.target_passes for one in found} == {math.ceil((LENGTH - 1) / (right + 1))}
+    assert {passes_of(one) for one in found} == {math.ceil((LENGTH - 1) / (right + 1))}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3.5 hybrid"])
@@ -220,10 +225,29 @@ def test_all_rows_go_through_the_target_in_one_pass(texts, monkeypatch):
     hook.remove()
     prompts, rounds = shapes[: len(PROMPT_LENGTHS)], shapes[len(PROMPT_LENGTHS) :]
     assert prompts == [(1, n) for n in PROMPT_LENGTHS]
-    assert len(rounds) == max(one.target_passes for one in found)
+    assert len(rounds) == max(passes_of(one) for one in found)
     # A text that has ended is read no more.
-    passes = [one.target_passes for one in found]
+    passes = [passes_of(one) for one in found]
     assert [rows for rows, _ in rounds] == [sum(n > i for n in passes) for i in range(len(rounds))]
+
+
+@every_family
+@every_cache
+def test_no_text_stands_beyond_its_last_token(texts, cache, monkeypatch):
+    """Beside a text that goes on: a target that learned its positions has none beyond."""
+    prompts = [texts.prompts[1], texts.prompts[1].flip(0)]
+    answers = [without_cache(texts.target, prompt, LENGTH) for prompt in prompts]
+    monkeypatch.setattr(texts, "prompts", prompts)
+    monkeypatch.setattr(texts, "answers", answers)
+    seen = []
+    hook = texts.target.decoder.register_forward_pre_hook(
+        lambda module, given, named: seen.append(named.get("position_ids")), with_kwargs=True
+    )
+    know_the_text(monkeypatch, texts, lambda row, number: (0, in_turn(row, number))[row])
+    found = texts.together(cache=cache)
+    hook.remove()
+    assert [one.tokens for one in found] == answers
+    assert max(int(ids.max()) for ids in seen if ids is not None) == len(prompts[0]) + LENGTH - 1
 
 
 @pytest.mark.parametrize("name", ["llama"])
@@ -238,17 +262,18 @@ def test_before_every_draft_each_context_is_all_but_the_pending_anchor(texts, mo
 
     monkeypatch.setattr(decode, "draft_blocks", record)
     for row, one in enumerate(texts.together()):
-        starts = [sum(one.chain.committed[:i]) for i in range(one.target_passes)]
+        starts = [sum(one.chain.committed[:i]) for i in range(passes_of(one))]
         wanted = [(PROMPT_LENGTHS[row] + start, one.tokens[start]) for start in starts]
         assert [(length, anchor) for r, length, anchor in seen if r == row] == wanted
 
 
 @pytest.mark.parametrize("name", ["llama"])
-def test_seconds_are_those_until_the_answer_ended(texts, monkeypatch):
-    know_the_text(monkeypatch, texts, lambda row, number: row)  # the last row is done first
-    seconds = [one.seconds for one in texts.together()]
-    assert seconds == sorted(seconds, reverse=True)
-    assert 0 < seconds[-1] < seconds[0]
+def test_tokens_come_to_the_host_as_often_for_many_texts_as_for_one(texts, monkeypatch):
+    """Each of them waits until the device has done all that it was given."""
+    original, waits = torch.Tensor.tolist, []
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: waits.append(self) or original(self))
+    passes = max(passes_of(one) for one in texts.together())
+    assert len(waits) <= 2 * passes + 1
 
 
 # --- ties ---------------------------------------------------------------------------------------
@@ -259,7 +284,13 @@ def test_the_gap_of_answers_is_that_of_the_two_tokens_where_they_part(texts):
     prompt, answer = texts.prompts[1], texts.answers[1]
     assert answer_gap(texts.target, prompt, answer, answer) is None
     other = [*answer[:7], (answer[7] + 1) % 48, *answer[8:]]
+    sizes = []
+    hook = texts.target.model.lm_head.register_forward_hook(
+        lambda module, given, output: sizes.append(output.shape[1])
+    )
     gap = answer_gap(texts.target, prompt, answer, other)
+    hook.remove()
+    assert sizes == [1]  # logits of a whole text are gigabytes
     logits = texts.target.logits(torch.cat([prompt, torch.tensor(answer[:7])])[None])[0, -1]
     assert gap.position == 7
     assert gap.logits == pytest.approx(float(logits[answer[7]] - logits[other[7]]), rel=1e-4)
@@ -333,7 +364,7 @@ def test_after_taking_back_the_cache_is_that_of_the_tokens_kept(texts, cache, co
     with torch.inference_mode():
         session = TargetSession(texts.target, (), cache=cache)
         session.start(texts.prompts, room=B)
-        session.read(block)
+        session.read(block, rooms=[B] * len(block))
         session.keep(counts, read=B)
         assert session.cache.lengths == [PROMPT_LENGTHS[row] + n for row, n in counts.items()]
         for row, (old, kept) in enumerate(counts.items()):
@@ -372,9 +403,10 @@ def test_one_token_is_read_without_copying_a_state(texts):
     with torch.inference_mode():
         session = TargetSession(texts.target, (), cache="dynamic")
         session.start(texts.prompts, room=2)
-        session.read(torch.ones(len(texts.prompts), 1, dtype=torch.int64))
+        rooms = [2] * len(texts.prompts)
+        session.read(torch.ones(len(texts.prompts), 1, dtype=torch.int64), rooms=rooms)
         assert session.cache.rewind.before == {}
-        session.read(torch.ones(len(texts.prompts), 2, dtype=torch.int64))
+        session.read(torch.ones(len(texts.prompts), 2, dtype=torch.int64), rooms=rooms)
         assert list(session.cache.rewind.before) == [0, 1, 3]
 
 

@@ -100,8 +100,14 @@ def test_a_rank_without_a_device_says_how_many_processes_there_may_be():
 
 
 def test_a_rank_that_sees_only_its_own_gpus_takes_the_first_of_them():
-    found = group_of_rank("auto", tensor_parallel=1, gpus=1, local_rank=3, own_gpus=True)
+    found = group_of_rank("auto", tensor_parallel=1, gpus=1, local_rank=3, own_gpus=1)
     assert found == ("cuda:0",)
+
+
+def test_a_rank_that_sees_the_gpus_of_others_too_takes_its_turn():
+    """As with `--gpus-per-task=1 --gpu-bind=none`."""
+    found = group_of_rank("auto", tensor_parallel=1, gpus=4, local_rank=3, own_gpus=1)
+    assert found == ("cuda:3",)
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -125,7 +131,7 @@ def test_a_process_that_was_started_alone_has_no_rank(variables):
 def test_torchrun_gives_the_rank_and_keeps_the_store():
     rank = find_rank({**TORCHRUN, **MASTER, "TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert (rank.number, rank.world, rank.local, rank.first) == (5, 8, 1, False)
-    assert (rank.hosts, rank.own_gpus) == (False, False)
+    assert (rank.hosts, rank.own_gpus) == (False, 0)
     assert rank.meeting == Meeting(host="node1", port=29500, prefix="dflash/abc/0/0")
     first = find_rank({**TORCHRUN, **MASTER, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert first.first
@@ -146,7 +152,23 @@ def test_srun_gives_the_rank_and_rank_0_keeps_the_store():
     rank = find_rank({**SRUN, **MASTER})
     assert (rank.number, rank.world, rank.local, rank.hosts) == (5, 8, 1, False)
     assert find_rank({**SRUN, **MASTER, "SLURM_PROCID": "0"}).hosts
-    assert find_rank({**SRUN, **MASTER, "SLURM_GPUS_PER_TASK": "1"}).own_gpus
+
+
+@pytest.mark.parametrize(
+    ("variables", "own"),
+    [
+        ({}, 0),
+        ({"SLURM_GPUS_PER_TASK": "2"}, 2),
+        ({"SLURM_GPUS_PER_TASK": "a100:2"}, 2),
+        ({"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=2"}, 2),
+        ({"SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:a100:2"}, 2),
+        ({"SLURM_TRES_PER_TASK": "gres:gpu:1"}, 1),
+        # So says `--cpus-per-task 4`, and gives no task a GPU of its own.
+        ({"SLURM_TRES_PER_TASK": "cpu=4"}, 0),
+    ],
+)
+def test_srun_tells_how_many_gpus_are_a_tasks_own(variables, own):
+    assert find_rank({**SRUN, **MASTER, **variables}).own_gpus == own
 
 
 def test_torchrun_inside_a_slurm_job_counts():

@@ -255,6 +255,21 @@ def test_offline_eval_repeats_what_training_measured(run, tiny_cache):
     assert len(report["slot_accuracy"]) == 3
 
 
+def test_no_share_held_out_is_refused_and_not_taken_for_the_trained_one(run, tiny_cache):
+    words = ["eval", "--drafter", run, "--cache", tiny_cache, "--device", "cpu"]
+    message = one_error(dflash(*words, "--held-out", 0))
+    assert "--held-out 0.0 leaves 40 samples to train on and 0 to measure" in message
+
+
+def test_answers_of_one_token_leave_nothing_to_measure(run, tiny_target, prompts):
+    words = ["eval", "--drafter", run, "--target", tiny_target, "--prompts", prompts]
+    result = dflash(*words, "--max-new-tokens", 1, "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    assert ["prompts", "5", "5", "5", "-", "-", "-", "-"] in [
+        line.split() for line in result.stdout.splitlines()
+    ]
+
+
 def test_an_export_is_measured_like_its_run(run, tiny_target, prompts, tmp_path):
     exported = one_object(dflash("export", run, "--out", tmp_path / "drafter", "--json"))
     assert exported["tensors"] == 25

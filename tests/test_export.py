@@ -164,6 +164,9 @@ def test_a_nested_causal_counts_where_the_top_level_says_null(run):
         ("dflash_config", "conv_kernel_size", 2),
         ("top", "final_logit_softcapping", 20.0),
         ("top", "sample_from_anchor", True),
+        ("top", "sample_from_anchor", 1),
+        ("top", "final_logit_softcapping", 1),
+        ("dflash_config", "selector_rank", 1),
     ],
 )
 def test_a_relative_with_other_mathematics_is_refused_by_name(run, place, key, setting):
@@ -213,6 +216,36 @@ def test_another_architecture_is_refused(exported, tmp_path):
 def test_an_existing_folder_is_never_overwritten(run, exported):
     with pytest.raises(DrafterError, match="is there already"):
         export(ExportConfig(run=run, out=exported))
+
+
+@pytest.mark.parametrize("name", ["file/inner", "file", "here", "."])
+def test_a_place_that_cannot_be_written_is_one_message(exported, tmp_path, monkeypatch, name):
+    (tmp_path / "file").touch()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    out = tmp_path / name if name != "." else Path()
+    with pytest.raises(DrafterError, match="give --out a new folder"):
+        export(ExportConfig(run=exported, out=out))
+
+
+def test_a_link_to_an_empty_folder_is_followed(exported, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    export(ExportConfig(run=exported, out=tmp_path / "link"))
+    assert (tmp_path / "empty" / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link"]
+
+
+def test_a_checkpoint_of_what_is_no_run_is_refused(run, exported):
+    for folder in (exported, find_drafter(run)):
+        with pytest.raises(RunFolderError, match="one drafter and no run"):
+            find_drafter(folder, checkpoint="last")
+
+
+def test_a_run_that_has_saved_nothing_yet_says_so(run, tmp_path):
+    shutil.copy(run / "config.json", tmp_path)
+    with pytest.raises(RunFolderError, match="no checkpoint yet"):
+        find_drafter(tmp_path)
 
 
 def test_a_checkpoint_is_found_by_name(run):
@@ -338,6 +371,9 @@ def test_tensors_of_another_dtype_on_disk_are_found(run, tmp_path, monkeypatch):
         ("sliding_window", 8),
         ("is_causal", True),
         ("auto_map", {"AutoModel": "modeling.Other"}),
+        ("attention_bias", True),
+        ("tie_word_embeddings", True),
+        ("dflash_config.causal", True),
     ],
 )
 def test_a_wrong_value_in_config_json_is_found_in_every_place(
@@ -352,7 +388,7 @@ def test_a_wrong_value_in_config_json_is_found_in_every_place(
         return made
 
     monkeypatch.setattr(exporting, "config_file", spoilt)
-    with pytest.raises(DrafterError, match=r"reads back as|does not have"):
+    with pytest.raises(DrafterError, match="reads back as"):
         export(ExportConfig(run=run, out=tmp_path / "out"))
     assert not list(tmp_path.iterdir())
 
@@ -566,6 +602,21 @@ def test_the_card_of_a_drafter_of_unknown_origin_invents_nothing(tmp_path):
     assert "VLLM_USE_V2_MODEL_RUNNER=1" in card  # its layers are of both kinds
     assert "sglang" not in card
     assert "spec_generate" not in card
+    assert "library_name" not in card  # transformers has no class for it
+
+
+def test_a_drafter_within_a_run_that_is_no_checkpoint_has_none_of_its_record(run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "run", symlinks=True))
+    source = random_folder(copy / "elsewhere" / "drafter", settings_for(PAIRS["llama"]))
+    export(ExportConfig(run=source, out=tmp_path / "out"))
+    assert "Options: not on record." in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("is_causal", "told"), [(None, False), (False, True)])
+def test_the_card_says_where_sglang_may_read_another_causality(tmp_path, is_causal, told):
+    settings = settings_for(PAIRS["qwen3 sliding"]) | {"is_causal": is_causal}
+    export(ExportConfig(run=random_folder(tmp_path / "source", settings), out=tmp_path / "out"))
+    assert ("not causal by their kind" in (tmp_path / "out" / "README.md").read_text()) is told
 
 
 def test_an_export_of_an_export_knows_what_the_first_one_knew(exported, tmp_path):

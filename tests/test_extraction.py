@@ -1,11 +1,14 @@
 """Overlap does not matter: what is written is what a plain loop computes; every end is clean."""
 
+import gc
 import json
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from click.testing import CliRunner
 from conftest import chat_rows, tiny_build, write_jsonl
 
 from dflash_cache import build, extraction, landing, ledger, store
-from dflash_cache.attempt import Attempt
+from dflash_cache.attempt import Attempt, EncodedSample
 from dflash_cache.buckets import UnitPlan, count_slots, plan_batches
 from dflash_cache.build import build_cache
 from dflash_cache.codec import Codec, plain_codec
@@ -323,6 +326,46 @@ def test_memory_is_made_once_for_batches_of_one_budget():
     assert len(buffer.memory) > size
 
 
+def test_what_a_gpu_may_still_write_to_stays_when_a_batch_is_dropped_unread():
+    buffers = Buffers(2, pinned=False)
+    taken = buffers.take()
+    (place,) = taken.places([torch.zeros(9)], room=1.0)
+    memory = weakref.ref(place.untyped_storage())
+    del taken, place
+    gc.collect()
+    assert memory() is not None
+
+
+def test_a_thread_waits_for_a_batch_on_the_gpu_that_it_comes_from(monkeypatch):
+    """The device of a new thread is the first one, whatever the main thread has chosen."""
+    on, waited = [torch.device("cuda:0")], []
+
+    @contextmanager
+    def current(device):
+        on.append(device)
+        yield
+        on.pop()
+
+    class Arrived:
+        device = torch.device("cuda:1")
+
+        def synchronize(self):
+            waited.append(on[-1])
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    facts = torch.zeros(1, 1, 5)
+    landed = landing.Landed(
+        samples=[],
+        width=0,
+        spelt=EncodedSample(parts=[], errors=[]),
+        facts=facts,
+        arrived=Arrived(),
+        release=lambda: None,
+    )
+    assert np.array_equal(landed.wait(), facts)
+    assert waited == [torch.device("cuda:1")]
+
+
 # --- failures -----------------------------------------------------------------------------------
 
 
@@ -500,14 +543,25 @@ def test_out_of_memory_in_the_encoding_is_the_same(begun, target, planned, monke
 
 
 def test_out_of_memory_again_is_an_error_that_names_the_option(begun, target, planned):
-    first = forward_of(planned, 2)
+    first = forward_of(planned, 2, batch_tokens=512)
+    full = Changed(target, out_of_memory(first, first + 1))
     with pytest.raises(
-        DFlashError, match=r"out of memory again.* 64 token slots .*give --batch-to"
+        DFlashError, match=r"out of memory again.* 256 token slots .*give --batch-to"
     ):
-        run(begun, Changed(target, out_of_memory(first, first + 3)), planned)
-    kept = len(records_of(begun, planned))
-    assert kept in (2, 3)
-    assert_clean(begun, planned, committed=kept)
+        run(begun, full, planned, batch_tokens=512)
+    assert full.calls[-1][0] > 1
+    assert_clean(begun, planned, committed=2)
+
+
+def test_a_lone_sample_that_never_fits_is_not_blamed_on_the_batches(begun, target, planned):
+    """However small batches are, it is one."""
+    longest = max(lengths_of(planned, planned.units[0]))
+    full = Changed(target, out_of_memory(0, 1))
+    with pytest.raises(DFlashError) as told:
+        run(begun, full, planned, batch_tokens=longest // 2)
+    assert f"with one sample of {longest} tokens (" in str(told.value)
+    assert "--batch-tokens" not in str(told.value)
+    assert f"--max-length {longest - 1} or less" in str(told.value)
 
 
 def test_a_budget_that_was_halved_stays_so_for_the_workers_life(begun, target, planned):

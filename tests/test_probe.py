@@ -151,6 +151,13 @@ def test_a_worker_with_other_arithmetic_does_not_join(config, tiny_target, monke
     evidence.meet_probe(other, plan, config(no_proof=("probe",)))
 
 
+def test_a_worker_that_finds_no_probe_works_in_another_folder(config, tiny_target):
+    """It would else prove its own states by its own states."""
+    other = load_target(str(tiny_target), dtype="float32", device="cpu")
+    with pytest.raises(CacheError, match=r"not there, .* folder that their machines share"):
+        evidence.meet_probe(other, plan_only(config()), config())
+
+
 def test_a_worker_that_takes_wrong_states_is_told_which(config, tiny_target, monkeypatch):
     stop_before_the_first_unit(monkeypatch, config())
     plan, right = plan_only(config()), Target.hidden_states

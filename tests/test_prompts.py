@@ -45,6 +45,13 @@ def only_row(tmp_path, row):
         ({"messages": [user("the cat")]}, [user("the cat")]),
         ({"messages": [user("a"), {"role": "assistant", "content": "b"}, user("c")]}, [user("a")]),
         ({"conversations": [{"from": "human", "value": "a"}]}, [user("a")]),
+        # Tables fill in what a row has not.
+        (
+            {"prompt": None, "turns": None, "messages": None}
+            | {"conversations": [{"from": "human", "value": "a"}]},
+            [user("a")],
+        ),
+        ({"messages": [user("a")], "conversations": None}, [user("a")]),
         (
             {"messages": [{"role": "system", "content": "s"}, user("a"), user("b")]},
             [{"role": "system", "content": "s"}, user("a"), user("b")],
@@ -170,3 +177,26 @@ def test_what_the_template_refuses_is_told_with_file_and_number(tokenizer):
     row = PromptRow(source="set.jsonl", number=7, opening=({"role": "user", "content": None},))
     with pytest.raises(DataError, match=r"set\.jsonl, row 7: a turn without content"):
         row.ids(tokenizer, options=AS_IS)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a \ud800 b"},
+        {"turns": ["a \udc00"]},
+        {"messages": [{"role": "system", "content": "\ud800"}, user("a")]},
+    ],
+)
+def test_half_a_surrogate_pair_is_told_with_file_and_number(row, tokenizer, tmp_path):
+    found = only_row(tmp_path, row)
+    with pytest.raises(DataError, match=r"set\.jsonl, row 1: not text that can be encoded"):
+        found.ids(tokenizer, options=AS_IS)
+
+
+def test_a_prompt_of_no_token_is_told_with_file_and_number(tmp_path):
+    silent = make_tokenizer(
+        template="{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
+    row = only_row(tmp_path, {"messages": [{"role": "system", "content": "s"}]})
+    with pytest.raises(DataError, match=r"set\.jsonl, row 1: the chat template makes no token"):
+        row.ids(silent, options=AS_IS)

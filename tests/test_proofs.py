@@ -424,6 +424,41 @@ def test_samples_for_the_proofs_fit_a_batch_and_are_of_unlike_length():
     assert [len(row) for row in chosen] == [82, 200, 7]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "limit"),
+    [((1100, 3000, 2048, 1500), 16384), ((2048,) * 5, 4096), ((12,) * 4, 16384), ((9,), 64)],
+    ids=["all are long", "all are of one length", "short and alike", "one alone"],
+)
+def test_rows_for_the_proofs_are_padded_whatever_the_lengths_are(lengths, limit):
+    """In a batch without padding, padding would be proven by nothing."""
+    samples = [replace(sample_of("0" * (n - 2) + "11"), sample_id=n) for n in lengths]
+    rows = evidence._rows_for_proofs(samples, limit=limit)
+    widths = [len(row) for row in rows]
+    assert len(set(widths)) == len(widths) == 3
+    assert 3 * max(widths) <= limit
+
+
+def test_data_of_long_samples_alone_does_not_hide_what_leaks_out_of_padding(target):
+    samples = [replace(sample_of("1" * n), sample_id=n) for n in (1500, 1100, 1300)]
+    rows = evidence._rows_for_proofs(samples, limit=192)
+    with pytest.raises(ProofError, match="padded to 64"):
+        proofs.prove_padding(spoil(target, LeakyPadding), rows, LAYERS)
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 100, 999, 5000])
+def test_samples_for_the_agreement_are_from_all_over_the_data(count):
+    samples = [replace(sample_of("11"), sample_id=n) for n in range(1000)]
+    plan = SimpleNamespace(samples=SimpleNamespace(samples=samples))
+    found = [sample.sample_id for sample in evidence._some(plan, count)]
+    assert len(found) == len(set(found)) == min(count, 1000)
+    gaps = np.diff([*found, 1000])
+    assert not count or gaps.max() <= -(-1000 // min(count, 1000))
+
+
+def test_a_cache_of_layers_that_the_library_has_no_word_for_differs_from_nothing():
+    assert proofs.furthest([], []) == (0, 0.0)
+
+
 # --- embedding and head -------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Published drafters under the names of every project: the same weights, or a reason."""
 
+import copy
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,19 @@ def test_the_one_window_of_model_optimizer_is_one_of_every_layer(tmp_path):
     assert found.config == DrafterConfig(**settings)
 
 
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ({"dflash_config.use_swa": True}, {"is_causal": None}),
+        ({"dflash_config.swa_window_size": 5}, {"is_causal": None, "sliding_window": 5}),
+    ],
+)
+def test_layer_types_that_know_windows_stay_as_they_are(tmp_path, said, wanted):
+    source = random_folder(tmp_path / "source", SLIDING)
+    found = read_published(changed(source, tmp_path / "copy", config=said))
+    assert found.config == DrafterConfig(**SLIDING | wanted)
+
+
 def test_a_loaded_drafter_drafts_in_the_asked_precision(folders):
     drafter, found = load_drafter(folders["AngelSlim"], dtype=torch.float32, device=CPU)
     assert drafter.fc.weight.dtype == torch.float32
@@ -169,6 +183,39 @@ def changed(folder: Path, out: Path, *, config=None, tensors=None) -> Path:
 def test_another_kind_is_refused_by_its_configuration(native, tmp_path, config, message):
     with pytest.raises(DrafterError, match=message):
         read_published(changed(native, tmp_path / "copy", config=config))
+
+
+def places(value, before=()):
+    for key, setting in value.items():
+        yield (*before, key)
+        if isinstance(setting, dict):
+            yield from places(setting, (*before, key))
+
+
+@pytest.mark.parametrize("name", ["z-lab", "speculators"])
+def test_a_value_of_any_other_kind_is_one_message_and_no_traceback(folders, tmp_path, name):
+    value = read(folders[name])[0]
+    refused = 0
+    for place in places(value):
+        for odd in ("x", 3, -1, 0, 1.5, [], ["x"], [["x"]], [0.5], {}, {"a": 1}, True):
+            spoilt = copy.deepcopy(value)
+            inner = spoilt
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = odd
+            folder = write(tmp_path / "copy", spoilt, {})
+            try:
+                read_published(folder, num_target_layers=8)
+            except DrafterError as error:
+                refused += "holds" not in str(error) and "do not fit" not in str(error)
+    assert refused > 100, "the configuration itself must be what is refused"
+
+
+@pytest.mark.parametrize("ids", [[-1, 3, 5], [1, 3, 8], []])
+def test_target_layers_that_the_target_does_not_have_are_refused(native, tmp_path, ids):
+    folder = changed(native, tmp_path / "copy", config={"dflash_config.target_layer_ids": ids})
+    with pytest.raises(DrafterError, match=r"target_layer_ids = .* want some from 0 to 7"):
+        read_published(folder)
 
 
 @pytest.mark.parametrize(
@@ -369,5 +416,14 @@ def test_the_card_of_a_continued_drafter_says_what_it_began_with_and_no_path(
     record = read_training(find_drafter(config.out, checkpoint="last"))["init_from"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"| begun from | DFlash drafter, weights {record['weights_sha256']} |" in card
-    for name in ("README.md", "training.json"):
-        assert str(native) not in (tmp_path / "out" / name).read_text()
+    assert "this run never trained on" in card
+    assert "whether those had seen these samples is not on record" in card
+    # And one that continues the continued one knows it by its hash alone.
+    second = warm(tiny_cache, tmp_path / "second", config.out)
+    loop.fit(second)
+    export(ExportConfig(run=second.out, out=tmp_path / "again", checkpoint="last"))
+    for folder in (tmp_path / "out", tmp_path / "again"):
+        for name in ("README.md", "training.json"):
+            assert str(native) not in (folder / name).read_text()
+            assert str(tmp_path) not in (folder / name).read_text()
+    assert record["weights_sha256"] in (tmp_path / "again" / "training.json").read_text()

@@ -9,7 +9,7 @@ from tiny_targets import make_drafter, make_target
 from dflash_cache.errors import ConfigError
 from dflash_fit import decode
 from dflash_fit.decode import speculate_batch
-from dflash_fit.sampling import Sampler, agreed_drafts, likeliest
+from dflash_fit.sampling import COLDEST, Sampler, agreed_drafts, likeliest
 
 V, TEMPERATURE = 5, 1.5
 TEXTS, BATCH = 1200, 150
@@ -40,9 +40,9 @@ def test_the_greedy_choice_is_the_first_of_equals():
     assert likeliest(torch.tensor([[[0.0, 2.0, 2.0, 1.0]]])).tolist() == [[1]]
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), 1e-40])
 def test_a_temperature_that_is_none_is_refused(temperature):
-    with pytest.raises(ConfigError, match="want more than 0"):
+    with pytest.raises(ConfigError, match="want 1e-06 or more"):
         Sampler(temperature=temperature, generator=torch.Generator())
 
 
@@ -56,6 +56,9 @@ def test_the_same_seed_draws_the_same_and_cold_draws_are_greedy():
     assert torch.equal(draw(1.0, 0), draw(1.0, 0))
     assert not torch.equal(draw(1.0, 0), draw(1.0, 1))
     assert torch.equal(draw(1e-3, 0), likeliest(logits))
+    assert torch.equal(draw(COLDEST, 0), likeliest(logits))
+    logits *= 1e4  # larger than those of any target
+    assert torch.equal(draw(COLDEST, 0), likeliest(logits))
 
 
 # --- the distribution of real decoding ----------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,10 @@ from dflash_fit.folder import from_config
 from dflash_fit.speculators import from_speculators, to_speculators
 
 ALL_SLIDING = SLIDING_FOR_TINY | {"layer_types": ("sliding_attention",) * 2}
+FREE = SLIDING_FOR_TINY | {"is_causal": False}
 LOOKS = {
-    "full": (FOR_TINY, False),
-    "sliding, then full": (SLIDING_FOR_TINY, False),
-    "sliding, then full, none causal": (SLIDING_FOR_TINY | {"is_causal": False}, True),
+    "full": (FOR_TINY, True),
+    "sliding, then full, none causal": (FREE, True),
     "all sliding and causal": (ALL_SLIDING, False),
     "all sliding, none causal": (ALL_SLIDING | {"is_causal": False}, True),
 }
@@ -40,11 +39,14 @@ def test_there_and_back_changes_no_bit(tmp_path, settings, non_causal):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
     value = json.loads((there / "config.json").read_text())
     assert value["sliding_window_non_causal"] is non_causal
+    # vLLM makes it `dflash_config.causal`, which it takes for every layer.
+    config = DrafterConfig(**settings)
+    assert {config.look(i).causal for i in range(2)} == {not non_causal}
 
 
 @pytest.fixture
 def written(tmp_path) -> Path:
-    source = random_folder(tmp_path / "source", SLIDING_FOR_TINY)
+    source = random_folder(tmp_path / "source", FREE)
     export(ExportConfig(run=source, out=tmp_path / "out", format="speculators"))
     return tmp_path / "out"
 
@@ -88,24 +90,48 @@ def test_its_tensors_have_the_names_of_the_reference(written):
         ("mask_token_id", 3),
         ("block_size", 5),
         ("draft_vocab_size", 32),
-        ("sliding_window_non_causal", True),
+        ("sliding_window_non_causal", False),
         ("speculators_model_type", "dspark"),
         ("auto_map", {"AutoModel": "dflash.DFlashDraftModel"}),
+        ("architectures", ["Qwen3DSparkModel"]),
+        ("num_target_layers", 9),
+        ("sample_from_anchor", True),
+        ("target_hidden_size", 64),
+        ("tie_word_embeddings", True),
+        ("dtype", "float32"),
+        ("transformer_layer_config.attention_bias", True),
+        ("speculators_config.algorithm", "eagle3"),
     ],
 )
 def test_a_wrong_value_on_disk_is_found(tmp_path, monkeypatch, key, setting):
     real = exporting.config_file
-    monkeypatch.setattr(exporting, "config_file", lambda *given: {**real(*given), key: setting})
-    source = random_folder(tmp_path / "source", SLIDING_FOR_TINY)
+
+    def spoilt(*given):
+        made = real(*given)
+        place, _, name = key.rpartition(".")
+        (made[place] if place else made)[name] = setting
+        return made
+
+    monkeypatch.setattr(exporting, "config_file", spoilt)
+    source = random_folder(tmp_path / "source", FREE)
     with pytest.raises(DrafterError, match="reads back as"):
         export(ExportConfig(run=source, out=tmp_path / "out", format="speculators"))
     assert not (tmp_path / "out").exists()
 
 
-def test_full_layers_that_are_causal_cannot_be_said(tmp_path):
-    source = random_folder(tmp_path / "source", SLIDING_FOR_TINY | {"is_causal": True})
-    with pytest.raises(DrafterError, match="full layers that are causal"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (SLIDING_FOR_TINY, "one switch for all layers"),
+        (SLIDING_FOR_TINY | {"is_causal": True}, "full layers that are causal"),
+        (FOR_TINY | {"is_causal": True}, "full layers that are causal"),
+    ],
+)
+def test_causality_that_vllm_would_read_otherwise_is_refused(tmp_path, settings, message):
+    source = random_folder(tmp_path / "source", settings)
+    with pytest.raises(DrafterError, match=message):
         export(ExportConfig(run=source, out=tmp_path / "out", format="speculators"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_does_not_know_the_layers_of_its_target_needs_them_said(written, tmp_path):
@@ -118,7 +144,7 @@ def test_a_file_that_does_not_know_the_layers_of_its_target_needs_them_said(writ
 
 
 def spoken() -> dict:
-    return to_speculators(DrafterConfig(**SLIDING_FOR_TINY), dtype=torch.bfloat16, target="t")
+    return to_speculators(DrafterConfig(**FREE), dtype=torch.bfloat16, target="t")
 
 
 def native(value: dict) -> DrafterConfig:
@@ -130,8 +156,12 @@ def test_windows_at_the_top_of_older_files_count():
     nested = value["transformer_layer_config"]
     for name in ("layer_types", "sliding_window", "use_sliding_window"):
         value[name] = nested.pop(name)
-    config = native(value)
-    assert config == replace(DrafterConfig(**SLIDING_FOR_TINY), is_causal=None)
+    assert native(value) == DrafterConfig(**FREE)
+
+
+def test_a_switch_that_is_off_leaves_full_layers_free():
+    config = native(spoken() | {"sliding_window_non_causal": False})
+    assert config == DrafterConfig(**SLIDING_FOR_TINY)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +169,9 @@ def test_windows_at_the_top_of_older_files_count():
     [
         ({"aux_hidden_state_layer_ids": [0, 7]}, "0 is the target's embedding"),
         ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is missing"),
+        ({"aux_hidden_state_layer_ids": []}, "target_layer_ids = "),
+        ({"aux_hidden_state_layer_ids": [2, 9]}, "target_layer_ids = .* want some from 0 to 7"),
+        ({"sliding_window_non_causal": None}, "sliding_window_non_causal is missing"),
         ({"mask_token_id": None}, "mask_token_id is missing"),
         ({"draft_vocab_size": 32}, "drafts over 32 tokens of 310"),
         ({"target_hidden_size": 64}, "its target has 64 channels"),

@@ -49,6 +49,27 @@ def in_files(folder: Path, wanted: str) -> dict[str, str]:
     return {n: file for n, file in index_of(folder).items() if re.search(wanted, n)}
 
 
+class Began(Exception):
+    """The model would be built now."""
+
+
+@pytest.mark.parametrize(("device", "current"), [("cuda:1", [torch.device("cuda:1")]), ("cpu", [])])
+def test_a_target_on_another_gpu_makes_that_one_current(qwen3, monkeypatch, device, current):
+    """Before anything is made: pinned memory and Triton's kernels go by it."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    def begins(survey):
+        raise Began
+
+    monkeypatch.setattr(weights, "build_empty", begins)
+    with pytest.raises(Began):
+        load_weights(survey_target(str(qwen3), dtype="float32"), device=device)
+    assert chosen == current
+
+
 # --- memory -------------------------------------------------------------------------------------
 
 MEASURE = """
