@@ -33,6 +33,9 @@ SCALINGS = (
     "scale_emb",
     "dim_model_base",
 )
+# Rotary embeddings that change with the longest row: a token's state would depend on what it is
+# padded together with.
+ROPES_OF_THE_BATCH = ("dynamic", "longrope")
 VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 NOT_HASHED = ""
 
@@ -134,6 +137,7 @@ def find_layers(model: Any) -> tuple[Any, nn.ModuleList]:
             f"{type(decoder).__name__}; this family is not supported"
         )
     refuse_scalings(model)
+    refuse_ropes_of_the_batch(model)
     return decoder, layers
 
 
@@ -164,6 +168,18 @@ def refuse_scalings(model: Any) -> None:
         )
     if head is None or type(head) is not nn.Linear or head.bias is not None:
         raise TargetError(f"{family}: its LM head is not a plain matrix without bias")
+
+
+def refuse_ropes_of_the_batch(model: Any) -> None:
+    """Refuse a target whose states depend on the width of the batch."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [rope, *(own for own in rope.values() if isinstance(own, dict))]
+    for kind in kinds:
+        if kind.get("rope_type") in ROPES_OF_THE_BATCH:
+            raise TargetError(
+                f"{type(model).__name__}: rope_type = {kind['rope_type']} rotates by the longest "
+                "row of a batch, so a token's states are not its own; this family is not supported"
+            )
 
 
 def describe_target(name: str, folder: Path, model: Any, *, dtype: str) -> TargetSpec:

@@ -464,7 +464,16 @@ def test_the_real_target_knows_its_own_tokenizer_and_no_other(tmp_path, real_tar
     if not own:
         exchange_ids(folder)
     more = ("--agreement-samples", "4", "--max-samples", "6", "--max-length", "256")
-    more += ("--too-long", "cut", "--unit-tokens", "4096", "--bucket-edges", "8193")
+    more += (
+        "--too-long",
+        "cut",
+        "--max-skipped",
+        "0.9",
+        "--unit-tokens",
+        "4096",
+        "--bucket-edges",
+        "8193",
+    )
     out, data = tmp_path / "out", QUICKSTART / "train.jsonl"
     if own:
         done = run_build(folder, data, out, *more)

@@ -20,7 +20,12 @@ from transformers import (
 from dflash_cache.devices import pick_device
 from dflash_cache.errors import ConfigError, TargetError
 from dflash_cache.schema import TokenizerSpec
-from dflash_cache.survey import Survey, refuse_scalings, survey_target
+from dflash_cache.survey import (
+    Survey,
+    refuse_ropes_of_the_batch,
+    refuse_scalings,
+    survey_target,
+)
 from dflash_cache.target import Target, checked_layer_ids, default_layer_ids
 from dflash_cache.vocabulary import (
     choose_mask_token,
@@ -243,6 +248,28 @@ def test_what_stands_between_states_and_logits_is_refused_by_name(family, change
 def test_a_scaling_that_scales_nothing_is_not_refused():
     with torch.device("meta"):
         refuse_scalings(AutoModelForCausalLM.from_config(config_of("granite")))
+
+
+ROPES = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0},
+    "yarn": {"factor": 2.0},
+    "linear": {"factor": 2.0},
+    "default": {},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_rope_that_looks_at_the_whole_batch_is_refused_by_name(kind):
+    rope = {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
+    rope["original_max_position_embeddings"] = 16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of("llama", rope_parameters=rope))
+    if kind in ("dynamic", "longrope"):
+        with pytest.raises(TargetError, match=f"rope_type = {kind} rotates by the longest row"):
+            refuse_ropes_of_the_batch(model)
+    else:
+        refuse_ropes_of_the_batch(model)
 
 
 def test_scalings_are_refused_before_any_weight_is_read(tmp_path):
