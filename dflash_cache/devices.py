@@ -61,7 +61,7 @@ def group_of_rank(
     if names == ["cpu"]:
         return ("cpu",) * tensor_parallel
     groups = grouped(names, tensor_parallel=tensor_parallel, devices=devices)
-    place = 0 if own_gpus == gpus else local_rank
+    place = 0 if own_gpus and own_gpus == gpus else local_rank
     if place >= len(groups):
         raise ConfigError(
             f"--devices {devices}: {len(names)} devices are enough for {len(groups)} processes "

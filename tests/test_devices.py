@@ -97,6 +97,8 @@ def test_a_rank_takes_the_devices_that_are_its_turn(devices, size, gpus, local, 
 def test_a_rank_without_a_device_says_how_many_processes_there_may_be():
     with pytest.raises(ConfigError, match="start 2 processes on this machine"):
         group_of_rank("auto", tensor_parallel=2, gpus=4, local_rank=2)
+    with pytest.raises(ConfigError, match="start 2 processes on this machine"):
+        group_of_rank("cpu,cpu", tensor_parallel=1, gpus=0, local_rank=2)
 
 
 def test_a_rank_that_sees_only_its_own_gpus_takes_the_first_of_them():

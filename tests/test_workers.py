@@ -3,6 +3,7 @@
 Every process here costs seconds of imports: what needs none is tested in `test_board.py`.
 """
 
+import errno
 import os
 import shutil
 import signal
@@ -19,15 +20,24 @@ import pytest
 import torch
 from conftest import tiny_build
 from light_work import die_in_its_own_way, end_early, fail_in_one
+from torch.distributed import HashStore
 
-from dflash_cache import build, ledger, lockstep, store, teams, workers
-from dflash_cache.board import LEAD
+from dflash_cache import build, job_file, ledger, lockstep, store, teams, workers
+from dflash_cache.board import LEAD, Board
 from dflash_cache.build import build_cache
 from dflash_cache.devices import group_of_rank
-from dflash_cache.errors import DFlashError, ProofError, TargetError, ToldElsewhere
+from dflash_cache.errors import (
+    CacheError,
+    ConfigError,
+    DFlashError,
+    DiskFullError,
+    ProofError,
+    TargetError,
+    ToldElsewhere,
+)
 from dflash_cache.files import file_entry
 from dflash_cache.progress import Display
-from dflash_cache.ranks import Meeting, find_rank
+from dflash_cache.ranks import Meeting, Rank, find_rank
 from dflash_cache.reader import CacheReader
 from dflash_cache.repair import repair_cache
 from dflash_cache.target import Target
@@ -282,6 +292,52 @@ def test_two_processes_that_share_a_target_build_the_cache_of_one(
     assert "Error" not in capfd.readouterr().err
 
 
+def test_a_hangup_that_is_ignored_does_not_end_the_workers():
+    """As under nohup, where torch's launcher listens for it all the same."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert teams._signals_heard() == ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert teams._signals_heard() == ["SIGTERM", "SIGINT", "SIGQUIT"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_disk_that_is_full_before_the_workers_begin_is_told(
+    tmp_path, tiny_target, tiny_data, team, monkeypatch
+):
+    def full(path, job):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(job_file, "write_job", full)
+    config = tiny_build(tiny_target, tiny_data, tmp_path / "out", **OPTIONS)
+    with pytest.raises(DiskFullError, match="the disk is full"):
+        build._built(config, team(("cpu",), config=config))
+
+
+# --- the records of other machines ----------------------------------------------------------------
+
+
+def test_a_record_that_a_share_shows_late_is_waited_for(
+    tmp_path, alone, tiny_target, tiny_data, monkeypatch
+):
+    config = tiny_build(tiny_target, tiny_data, tmp_path / "out", **OPTIONS)
+    _, plan = build.plan_with_weights(config)
+    cache = shutil.copytree(alone, tmp_path / "cache")
+    last = cache / "commits" / f"{plan.units[-1].name}.json"
+    last.rename(tmp_path / "hidden")
+    show = threading.Timer(0.3, (tmp_path / "hidden").rename, [last])
+    show.start()
+    assert [r.unit for r in build.all_records(cache, plan)] == [u.name for u in plan.units]
+    show.join()
+    last.unlink()
+    monkeypatch.setattr(build, "PATIENCE", 0.0)
+    with pytest.raises(
+        CacheError, match=rf"1 of {len(plan.units)} units .* \({plan.units[-1].name} "
+    ):
+        build.all_records(cache, plan)
+
+
 # --- what earlier versions left -------------------------------------------------------------------
 
 
@@ -372,36 +428,66 @@ def test_two_ranks_of_srun_build_one_cache(alone, tmp_path, tiny_target, tiny_da
     assert "worker" not in told[0][1] + told[1][1]  # nobody died
 
 
+def rank_of_two(number: int, port: str) -> Rank:
+    found = find_rank(
+        {
+            "SLURM_PROCID": str(number),
+            "SLURM_NTASKS": "2",
+            "SLURM_LOCALID": str(number),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+        }
+    )
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def board_of_two(monkeypatch) -> Board:
+    """What `teams` finds where it connects."""
+    board = Board(HashStore(), world=2)
+    monkeypatch.setattr(teams, "connect", lambda meeting, world: board)
+    return board
+
+
+def test_a_rank_tells_its_own_error_for_rank_0_may_be_ended_before_it_does(board_of_two):
+    def no_device():
+        raise ConfigError("--devices cpu: there is one too many")
+
+    with pytest.raises(ConfigError, match="one too many"):
+        teams.take_part(rank_of_two(1, "1"), no_device, None)
+    assert "one too many" in str(board_of_two.failure())
+    assert board_of_two.has_left(1)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no process can be made")])
+def test_a_rank_that_is_interrupted_leaves_its_units_to_the_others(board_of_two, error):
+    def interrupted():
+        raise error
+
+    assert board_of_two.take("u000000", 1)
+    with pytest.raises(type(error)):
+        teams.take_part(rank_of_two(1, "1"), interrupted, None)
+    assert board_of_two.take_over("u000000", 0)
+
+
 def test_every_rank_ends_with_the_error_of_rank_0_and_rank_0_alone_tells_it(tmp_path):
     port = str(free_port())
     config = tiny_build(tmp_path / "no-target", tmp_path / "no-data", tmp_path / "out")
-
-    def rank(number: int):
-        found = find_rank(
-            {
-                "SLURM_PROCID": str(number),
-                "SLURM_NTASKS": "2",
-                "SLURM_LOCALID": str(number),
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": port,
-            }
-        )
-        assert found is not None
-        return found
-
     group = partial(group_of_rank, "cpu", tensor_parallel=1, gpus=0, local_rank=0)
     caught = []
 
     def other() -> None:
         try:
-            teams.take_part(rank(1), group, config)
+            teams.take_part(rank_of_two(1, port), group, config)
         except DFlashError as error:
             caught.append(error)
 
     thread = threading.Thread(target=other)
     thread.start()
+    first = rank_of_two(0, port)
     with pytest.raises(DFlashError, match="no-target"):
-        teams.as_first_rank(rank(0), group, config, partial(build._built, config))
+        teams.as_first_rank(first, group, config, partial(build._built, config))
     thread.join(timeout=60)
     assert [type(error) for error in caught] == [ToldElsewhere]
     assert "no-target" in str(caught[0])
