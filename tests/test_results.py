@@ -42,6 +42,15 @@ EXTRACT = {
 }
 
 
+def test_the_table_of_decoded_prompts_is_what_was_measured():
+    readme = (RESULTS.parents[1] / "README.md").read_text()
+    found = figures("decode-cpu.json")
+    for name in ("mtbench", "gsm8k", "humaneval", "all"):
+        value, error = (found[f"{name}.acceptance_length{end}"] for end in ("", "_error"))
+        assert f"| {value:.2f} ± {error:.2f} |" in readme
+        assert found[f"{name}.answers_differing"] == found[f"{name}.looping"] == 0
+
+
 def figures(pattern):
     found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
     return {key: value for result in found for key, value in result["figures"].items()}
