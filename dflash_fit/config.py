@@ -4,7 +4,7 @@ The command line makes its options from these fields, so a default lives nowhere
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -244,6 +244,21 @@ class EvalConfig:
             raise ConfigError("give either --cache (offline) or --target with --prompts (decoding)")
         if (self.target is None) != (self.prompts is None):
             raise ConfigError("--target and --prompts go together")
+        way, idle = ("--cache", OF_DECODING) if self.target is None else ("--target", OF_OFFLINE)
+        for field in fields(self):
+            if field.name in idle and getattr(self, field.name) != field.default:
+                raise ConfigError(
+                    f"{flag(field.name)} {getattr(self, field.name)}: changes nothing with {way}; "
+                    "leave it out"
+                )
+
+
+# Options of `dflash eval` that mean something only with --target, and only with --cache.
+OF_DECODING = (
+    *("max_prompts", "max_new_tokens", "batch_size"),
+    *("temperature", "seed", "thinking", "system"),
+)
+OF_OFFLINE = ("held_out", "max_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,3 +190,25 @@ def test_eval_wants_exactly_one_way_of_measuring():
         EvalConfig(drafter=Path("d"), cache="c", target="t", prompts="p")
     with pytest.raises(ConfigError, match="go together"):
         EvalConfig(drafter=Path("d"), target="t")
+
+
+CACHE, DECODING = {"cache": "c"}, {"target": "t", "prompts": "p"}
+IDLE_WITH_A_CACHE = {
+    "max_prompts": 3,
+    "max_new_tokens": 8,
+    "batch_size": 2,
+    "temperature": 0.5,
+    "seed": 1,
+    "thinking": "on",
+    "system": "be brief",
+}
+IDLE_WITH_A_TARGET = {"held_out": 0.5, "max_tokens": 10}
+
+
+@pytest.mark.parametrize("name", [*IDLE_WITH_A_CACHE, *IDLE_WITH_A_TARGET])
+def test_an_option_of_the_other_way_to_evaluate_is_refused(name):
+    value = (IDLE_WITH_A_CACHE | IDLE_WITH_A_TARGET)[name]
+    here, there = (CACHE, DECODING) if name in IDLE_WITH_A_CACHE else (DECODING, CACHE)
+    with pytest.raises(ConfigError, match=f"{flag(name)} .*: changes nothing with --"):
+        EvalConfig(drafter=Path("d"), **here, **{name: value})
+    EvalConfig(drafter=Path("d"), **there, **{name: value})
