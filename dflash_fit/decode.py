@@ -79,11 +79,8 @@ def speculate_batch(
     contexts = [DraftContext(drafter, frozen) for _ in prompts]
     for context, hidden in zip(contexts, states, strict=True):
         context.extend(hidden)
-    answers = [
-        Answer(token, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-        for token in choose(logits)[:, 0].tolist()
-    ]
-    going = leave_ended(session, answers, range(len(answers)), [0] * len(answers), read=0)
+    first = choose(logits)[:, 0].tolist()
+    answers, going = begin_answers(session, first, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
     while going:
         anchors = torch.tensor([answers[text].tokens[-1] for text in going], device=target.device)
         rooms = [answers[text].room for text in going]
@@ -115,11 +112,8 @@ def plain_batch(
     """Plain decoding of several prompts at once, one token of each per target pass."""
     session = TargetSession(target, (), cache=cache)
     logits, _ = session.start(prompts, room=max_new_tokens)
-    answers = [
-        Answer(token, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-        for token in choose(logits)[:, 0].tolist()
-    ]
-    going = leave_ended(session, answers, range(len(answers)), [0] * len(answers), read=0)
+    first = choose(logits)[:, 0].tolist()
+    answers, going = begin_answers(session, first, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
     while going:
         anchors = torch.tensor([answers[text].tokens[-1] for text in going], device=target.device)
         logits, _ = session.read(anchors[:, None], rooms=[answers[text].room for text in going])
@@ -127,6 +121,19 @@ def plain_batch(
             answers[text].commit([token])
         going = leave_ended(session, answers, going, [1] * len(going), read=1)
     return [answer.result() for answer in answers]
+
+
+def begin_answers(
+    session: TargetSession,
+    first: Sequence[int],
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+) -> tuple[list[Answer], list[int]]:
+    """An answer from each first token, and the numbers of those that go on."""
+    answers = [Answer(t, max_new_tokens=max_new_tokens, stop_ids=stop_ids) for t in first]
+    everyone = range(len(answers))
+    return answers, leave_ended(session, answers, everyone, [0] * len(answers), read=0)
 
 
 def leave_ended(
