@@ -432,10 +432,8 @@ def test_when_the_main_thread_ends_whole_units_are_kept_and_half_ones_are_not(
     assert_clean(begun, planned, committed=len(planned.units))
 
 
-def test_an_interrupt_while_the_disk_is_waited_for_ends_cleanly(
-    begun, target, planned, monkeypatch
-):
-    """The writer hangs, all buffers are full, and the main thread waits for one."""
+def interrupted_while_the_writer_hangs(begun, target, planned, monkeypatch, *, times, batch_tokens):
+    """Run until the writer hangs on the disk, which it does until so many interrupts have come."""
     hangs, goes_on, real = threading.Event(), threading.Event(), Attempt._write_plane
 
     def hanging(*args):
@@ -445,33 +443,7 @@ def test_an_interrupt_while_the_disk_is_waited_for_ends_cleanly(
 
     def interrupt() -> None:
         assert hangs.wait(timeout=20)
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
-        goes_on.set()
-
-    monkeypatch.setattr(Attempt, "_write_plane", hanging)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run(begun, target, planned, batch_tokens=64)
-    thread.join()
-    assert_clean(begun, planned, committed=len(records_of(begun, planned)))
-    assert len(records_of(begun, planned)) < len(planned.units)
-
-
-def test_who_interrupts_twice_waits_for_no_more_units(begun, target, planned, monkeypatch):
-    """What is whole already is not written any more either."""
-    hangs, goes_on, real = threading.Event(), threading.Event(), Attempt._write_plane
-
-    def hanging(*args):
-        hangs.set()
-        assert goes_on.wait(timeout=20)
-        real(*args)
-
-    def interrupt() -> None:
-        assert hangs.wait(timeout=20)
-        for _ in range(2):
+        for _ in range(times):
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.1)
@@ -481,8 +453,26 @@ def test_who_interrupts_twice_waits_for_no_more_units(begun, target, planned, mo
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        run(begun, target, planned, batch_tokens=4096)
+        run(begun, target, planned, batch_tokens=batch_tokens)
     thread.join()
+
+
+def test_an_interrupt_while_the_disk_is_waited_for_ends_cleanly(
+    begun, target, planned, monkeypatch
+):
+    """The writer hangs, all buffers are full, and the main thread waits for one."""
+    interrupted_while_the_writer_hangs(
+        begun, target, planned, monkeypatch, times=1, batch_tokens=64
+    )
+    assert_clean(begun, planned, committed=len(records_of(begun, planned)))
+    assert len(records_of(begun, planned)) < len(planned.units)
+
+
+def test_who_interrupts_twice_waits_for_no_more_units(begun, target, planned, monkeypatch):
+    """What is whole already is not written any more either."""
+    interrupted_while_the_writer_hangs(
+        begun, target, planned, monkeypatch, times=2, batch_tokens=4096
+    )
     assert_clean(begun, planned, committed=1)
 
 
