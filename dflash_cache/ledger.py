@@ -198,6 +198,14 @@ def recorded_units(root: Path) -> list[str]:
     )
 
 
+def in_commit_order(root: Path, units: Iterable[str]) -> list[str]:
+    """Committed units by the time of their records, by name where that is the same.
+
+    A record that a repair has written anew, or a copy without its time, is as young as that.
+    """
+    return sorted(units, key=lambda unit: (record_path(root, unit).stat().st_mtime_ns, unit))
+
+
 def sealed_units(files: Files, manifest: Manifest) -> dict[str, UnitRecord]:
     """The units of a sealed cache, by name; each of them has to be there."""
 

@@ -1,6 +1,7 @@
 """One writer per cache folder: a lock that dies with its process.
 
 `flock` belongs to the kernel, so a lock file that a dead process left behind blocks nobody.
+Others may look who holds it: they take it shared, for a moment, which no writer ever does.
 """
 
 import contextlib
@@ -10,13 +11,18 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash_cache.disk import existing_folder, full_disk_is_told
 from dflash_cache.errors import CacheBusyError, CacheError
 
 LOCK = ".lock"
+LOOK_SECONDS = 2.0  # in which one who only looks at a lock has certainly let go of it
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 UNWRITABLE = (
     *(errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENAMETOOLONG, errno.ELOOP),
@@ -83,19 +89,34 @@ def _acquire(path: Path, doing: str) -> int:
 
 
 def _lock(path: Path, file: int) -> None:
+    end = time.monotonic() + LOOK_SECONDS
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        told = _told(os.pread(file, 4096, 0))
-        raise CacheBusyError(f"{path.parent}: {told}") from None
+        while not _had(file, fcntl.LOCK_EX):
+            # Who can have it shared is beside others who only look.
+            if time.monotonic() > end or not _had(file, fcntl.LOCK_SH):
+                who = _signer(file)
+                raise CacheBusyError(
+                    f"{path.parent}: {who} is writing here; wait until it ends, or stop it"
+                )
+            fcntl.flock(file, fcntl.LOCK_UN)
+            time.sleep(0.001)
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        if error.errno not in NO_LOCKS:
             raise
         path.unlink(missing_ok=True)
         raise CacheError(
             f"{path.parent}: this file system has no locks ({error.strerror}), and two writers "
             "would not see each other; use one that has (mount option `flock`)"
         ) from None
+
+
+def _had(file: int, how: int) -> bool:
+    """Whether a lock could be had at once."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _sign(path: Path, file: int, doing: str) -> None:
@@ -123,10 +144,61 @@ def _signature(doing: str) -> bytes:
     return json.dumps(holder).encode()
 
 
-def _told(holder: bytes) -> str:
+# --- seen from outside ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writer:
+    """Who signed the lock of a cache folder, in words.
+
+    Not `held`: it signed on another machine, and its lock is not seen from here.  It has ended
+    without letting go, or the share does not show the locks of other machines.
+    """
+
+    words: str
+    held: bool
+
+
+def writer(root: Path) -> Writer | None:
+    """Who writes in a cache folder, or may do so; None where that is nobody.
+
+    Whoever begins to write meanwhile is not disturbed: a lock that can be had shared is nobody's,
+    and is tried again.
+    """
     try:
-        about = json.loads(holder)
-        who = f"`{about['doing']}` (process {about['pid']} on {about['host']}, {about['since']})"
-    except (ValueError, KeyError, TypeError):
-        who = "another process"  # it has the lock and has not signed yet
-    return f"{who} is writing here; wait until it ends, or stop it"
+        file = os.open(root / LOCK, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError as error:
+        raise CacheError(
+            f"{root / LOCK}: cannot be read ({error.strerror}), so nobody can tell whether the "
+            "cache is being built; look after its rights"
+        ) from None
+    try:
+        held = not _had(file, fcntl.LOCK_SH)
+        words = _signer(file)
+        elsewhere = _signature_of(file).get("host") not in (None, socket.gethostname())
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        held, words, elsewhere = False, "another process", True
+    finally:
+        os.close(file)
+    return Writer(words=words, held=held) if held or elsewhere else None
+
+
+def _signer(file: int) -> str:
+    about = _signature_of(file)
+    try:
+        return f"`{about['doing']}` (process {about['pid']} on {about['host']}, {about['since']})"
+    except KeyError:
+        return "another process"  # it has the lock and has not signed yet
+
+
+def _signature_of(file: int) -> dict[str, Any]:
+    """What the holder has written of itself; nothing where it has not done so yet."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(os.pread(file, 4096, 0))
+        if isinstance(found, dict):
+            return found
+    return {}

@@ -26,7 +26,7 @@ from dflash_cache.schema import EMBEDDING, FORMAT_VERSION, HEAD, Identity, UnitR
 
 
 def write_plan(root: Path, plans: Sequence[UnitPlan], samples: Sequence[Sample]) -> None:
-    """Freeze the plan beside the units, before extraction."""
+    """Freeze the plan beside the units, before extraction; `planned` reads it."""
     rows = [(plan, samples[member]) for plan in plans for member in plan.members]
     table = pa.table(
         {
@@ -35,6 +35,7 @@ def write_plan(root: Path, plans: Sequence[UnitPlan], samples: Sequence[Sample])
             "sample_id": pa.array([sample.sample_id for _, sample in rows], pa.int64()),
             "length": pa.array([sample.length for _, sample in rows], pa.int32()),
             "supervised": pa.array([sample.supervised for _, sample in rows], pa.int32()),
+            "group": [sample.group for _, sample in rows],
         }
     )
     sink = pa.BufferOutputStream()
