@@ -5,18 +5,13 @@ ranks that torchrun or srun has started.  Either way one process plans, watches 
 """
 
 import contextlib
-import logging
-import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -26,22 +21,14 @@ from dflash_cache.config import BuildConfig
 from dflash_cache.devices import Group
 from dflash_cache.errors import DFlashError, ToldElsewhere
 from dflash_cache.job_file import job_file
+from dflash_cache.launcher import ProcessDied, Stopped, launch, number_here, settle
+from dflash_cache.meeting import STORE_IS_GONE, first_line, open_store
 from dflash_cache.progress import Display
 from dflash_cache.ranks import Meeting, Rank
 from dflash_cache.schema import Manifest
 from dflash_cache.watch import Watch, watching
-from dflash_cache.workers import (
-    STORE_IS_GONE,
-    Seat,
-    connect,
-    first_line,
-    open_store,
-    settle,
-    supervise,
-    wait_for_end,
-)
+from dflash_cache.workers import Seat, connect, supervise, wait_for_end
 
-LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LAST_RANKS = 60.0  # seconds that rank 0 keeps the store for those who have not heard the end
 ALL_KEPT = "all committed units are kept. Run the same command again"
 
@@ -99,62 +86,22 @@ def on_this_machine(groups: Sequence[Group], config: BuildConfig) -> Team:
 
 def _launch(seats: list[Seat]) -> None:
     """Start a supervisor for every seat, and wait until all have ended."""
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    # The launcher's own log says nothing that the board does not say better.
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    with TemporaryDirectory(prefix="dflash-workers-") as logs, _signals_kept():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=len(seats),
-            run_id=uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            start_method="spawn",
-            local_addr="localhost",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-            signals_to_handle=",".join(_signals_heard()),
-        )
-        try:
-            elastic_launch(config, _supervise_launched)(os.getpid(), seats)
-        except SignalException as error:
-            raise DFlashError(f"stopped by {error.sigval.name}; {ALL_KEPT}") from None
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            raise DFlashError(
-                f"the supervisor of worker {rank} died (exit code {failure.exitcode}); {ALL_KEPT}"
-            ) from None
+    try:
+        launch(_supervise_launched, seats, count=len(seats))
+    except Stopped as stop:
+        raise DFlashError(f"stopped by {stop}; {ALL_KEPT}") from None
+    except ProcessDied as died:
+        raise DFlashError(
+            f"the supervisor of worker {died.number} died (exit code {died.code}); {ALL_KEPT}"
+        ) from None
 
 
 def _supervise_launched(parent: int, seats: list[Seat]) -> None:
     settle(parent)
-    seat = seats[int(os.environ["LOCAL_RANK"])]
+    seat = seats[number_here()]
     board = connect(seat.meeting, world=seat.world)
     supervise(seat, board)
     wait_for_end(seat, board)
-
-
-def _signals_heard() -> list[str]:
-    """Those that end the workers; what this process ignores stays ignored, as under nohup."""
-    return [s.name for s in LAUNCHER_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
-
-
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """The launcher sets handlers of its own and leaves them."""
-    before = {number: signal.getsignal(number) for number in LAUNCHER_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # --- several machines ---------------------------------------------------------------------------

@@ -6,13 +6,9 @@ gives free on the board what the worker held, and stays: launchers end a whole r
 processes that they started ends badly.
 """
 
-import ctypes
-import datetime
 import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -22,25 +18,22 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
-from torch import distributed
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from tqdm import tqdm
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dflash_cache.board import Board, OtherWorkerFailed
 from dflash_cache.config import BuildConfig
 from dflash_cache.devices import Group
 from dflash_cache.errors import DFlashError
 from dflash_cache.job_file import read_job
+from dflash_cache.launcher import settle
+from dflash_cache.meeting import STORE_IS_GONE, first_line, open_store
 from dflash_cache.member import Member
 from dflash_cache.ranks import Meeting
 
-PR_SET_PDEATHSIG = 1
 BEAT = 2.0  # seconds between two signs of life of a supervisor
 # Seconds that a worker has to end by itself: when another one has failed it commits what it has
 # begun, when all is done there is nothing left for it.
 GRACE, GRACE_WHEN_DONE = 30.0, 5.0
-CONNECT = datetime.timedelta(seconds=300)
-STORE_IS_GONE = (distributed.DistNetworkError, distributed.DistStoreError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,24 +74,6 @@ def connect(meeting: Meeting, *, world: int, hosts: bool = False) -> Board:
     """The board of a build; with `hosts`, this process keeps it for the others."""
     store = open_store(meeting, hosts=hosts)
     return Board(PrefixStore(f"{meeting.prefix}/board", store), world=world)
-
-
-def open_store(meeting: Meeting, *, hosts: bool) -> TCPStore:
-    try:
-        return TCPStore(
-            meeting.host,
-            meeting.port,
-            is_master=hosts,
-            wait_for_workers=False,
-            timeout=CONNECT,
-        )
-    except distributed.DistError as error:
-        what = "cannot be opened" if hosts else "nobody answers"
-        raise DFlashError(
-            f"{meeting.host}:{meeting.port}: {what} ({first_line(error)}); MASTER_ADDR and "
-            "MASTER_PORT have to be the name of the machine of rank 0 and a free port there, "
-            "the same for all"
-        ) from None
 
 
 # --- a supervisor -------------------------------------------------------------------------------
@@ -211,30 +186,3 @@ def _part(index: int) -> None:
         lockstep.say_over()
     sys.stderr.flush()
     os._exit(0)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def settle(parent: int) -> None:
-    """What a process does first."""
-    _die_with(parent)
-    # tqdm's own lock is a semaphore of the system, of which Python complains when it was killed.
-    tqdm.set_lock(threading.RLock())
-
-
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when the one that started it is gone.
-
-    A worker that outlived the holder of the lock would write into a folder that the next builder
-    sweeps.
-    """
-    # Who is asked to stop at the terminal asks the others; they end without a traceback.
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)

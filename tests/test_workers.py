@@ -22,7 +22,7 @@ from conftest import tiny_build
 from light_work import die_in_its_own_way, end_early, fail_in_one
 from torch.distributed import HashStore
 
-from dflash_cache import build, job_file, ledger, lockstep, store, teams, workers
+from dflash_cache import build, job_file, launcher, ledger, lockstep, store, teams, workers
 from dflash_cache.board import LEAD, Board
 from dflash_cache.build import build_cache
 from dflash_cache.devices import group_of_rank
@@ -296,9 +296,9 @@ def test_a_hangup_that_is_ignored_does_not_end_the_workers():
     """As under nohup, where torch's launcher listens for it all the same."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
-        assert teams._signals_heard() == ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"]
+        assert launcher.signals_heard() == ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert teams._signals_heard() == ["SIGTERM", "SIGINT", "SIGQUIT"]
+        assert launcher.signals_heard() == ["SIGTERM", "SIGINT", "SIGQUIT"]
     finally:
         signal.signal(signal.SIGHUP, before)
 
