@@ -32,9 +32,11 @@ from dflash_cache.config import BuildConfig
 from dflash_cache.layout import ALIGNMENT, round_up
 from dflash_cache.reader import CacheReader
 from dflash_fit.batch import Batch, BatchShape
-from dflash_fit.feed import CPU, Feed, empty_turns
-from dflash_fit.loader import PackSource, Position
+from dflash_fit.course import Position
+from dflash_fit.feed import CPU, Feed
+from dflash_fit.loader import PackSource
 from dflash_fit.roofline import Counts
+from dflash_fit.slot import empty_passes
 
 BEGAN = time.monotonic()
 START = Position(epoch=0, index=0)
@@ -170,7 +172,7 @@ def run_feed(
     with Feed(source, START, steps=steps, device=device) as feed:
         synchronize(device)
         began = time.perf_counter()
-        for batch, _ in feed:
+        for batch, *_ in feed:
             each(batch)
             feed.release()
         synchronize(device)
@@ -205,13 +207,13 @@ def spinning(active: bool) -> Iterator[None]:
 def fill_figures(root: Path, args: Namespace) -> dict[str, float]:
     """Seconds a pack takes from the page cache: filling it, and what of that is not reading."""
     source = open_source(root, args, direct=False)
-    reader, (batch,) = source.reader, empty_turns(source.shape, passes=1, device=CPU)
+    reader, (batch,) = source.reader, empty_passes(source.shape, passes=1, device=CPU)
     positions = [Position(epoch=0, index=index) for index in range(source.steps(1))]
     make_warm(hidden_files(root))
     source.fill(batch, positions[0])  # opens units, touches memory
 
     def read(position: Position) -> None:
-        pack = source.pack(position)
+        pack = source.pack_of(position, 0)
         reader.read_documents(pack.documents, pack.starts, source.layer_ids, batch.parts)
 
     def fill(position: Position) -> None:

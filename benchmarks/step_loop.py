@@ -89,7 +89,7 @@ def loop_seconds(step: GraphStep, source: object, *, steps: int) -> tuple[float,
     """
     with Feed(source, START, steps=steps, device=DEVICE) as feed:  # type: ignore[arg-type]
         gauge, began = Gauge(feed), 0.0
-        for number, (batch, _) in enumerate(feed):
+        for number, (batch, *_) in enumerate(feed):
             if number == 2:
                 torch.cuda.synchronize()
                 gauge.restart()

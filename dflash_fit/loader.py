@@ -1,31 +1,25 @@
 """Packs from the cache as batches of the one shape.
 
-The position in the data is a value (epoch, index, turn): give it back, and the same batches follow.
+The position in the data is a value (epoch, index, turn): give it back, and the same updates follow,
+on any number of ranks.
 
 Letters: K planes of states, T token slots, b bytes of a token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
+from threading import Event
 
 import numpy as np
 import torch
 
-from dflash_cache.reader import CacheReader
+from dflash_cache.reader import Reader
 from dflash_fit.anchors import candidates, draw, fixed
 from dflash_fit.batch import Batch, BatchShape
+from dflash_fit.course import ALONE, Course, Lanes, Planned, ahead, located
+from dflash_fit.course import Position as Position
 from dflash_fit.errors import FitError
-from dflash_fit.packing import Pack, plan_epoch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """What is trained on next; `turn` counts the passes over a pack that is read once."""
-
-    epoch: int
-    index: int
-    turn: int = 0
+from dflash_fit.packing import Pack
 
 
 def is_held_out(group: str, share: float) -> bool:
@@ -33,12 +27,12 @@ def is_held_out(group: str, share: float) -> bool:
     return int(group, 16) < share * 16.0 ** len(group)
 
 
-def split_documents(reader: CacheReader, *, held_out: float) -> tuple[list[int], list[int]]:
+def split_documents(reader: Reader, *, held_out: float) -> tuple[list[int], list[int]]:
     """Documents that train, and documents that are only measured."""
     training: list[int] = []
     measured: list[int] = []
-    for index, located in enumerate(reader.located):
-        (measured if is_held_out(located.group, held_out) else training).append(index)
+    for index, sample in enumerate(reader.located):
+        (measured if is_held_out(sample.group, held_out) else training).append(index)
     if not training or not measured:
         raise FitError(
             f"{reader.root}: --held-out {held_out} leaves {len(training)} samples to train on and "
@@ -47,19 +41,19 @@ def split_documents(reader: CacheReader, *, held_out: float) -> tuple[list[int],
     return training, measured
 
 
-def refuse_long_documents(reader: CacheReader, *, token_budget: int) -> None:
+def refuse_long_documents(reader: Reader, *, token_budget: int) -> None:
     """A document is never split, so it has to fit a pack."""
-    for located in reader.located:
-        if located.length > token_budget:
+    for sample in reader.located:
+        if sample.length > token_budget:
             raise FitError(
-                f"{reader.root}: sample {located.sample_id} has {located.length} tokens, a packed "
+                f"{reader.root}: sample {sample.sample_id} has {sample.length} tokens, a packed "
                 f"batch {token_budget}; raise --token-budget, or rebuild with --max-length "
                 f"{token_budget}"
             )
 
 
 def fill_documents(
-    batch: Batch, reader: CacheReader, pack: Pack, *, layer_ids: Sequence[int | str]
+    batch: Batch, reader: Reader, pack: Pack, *, layer_ids: Sequence[int | str]
 ) -> None:
     """Read the documents of a pack into a host batch; the rest becomes padding, zeros and all."""
     reader.open_units(pack.documents)
@@ -112,66 +106,103 @@ def fill_anchors(batch: Batch, rng: np.random.Generator, *, count: int | None = 
     batch.anchor_valid.numpy()[:] = valid
 
 
-class PackSource:
-    """The training packs of every epoch, planned from lengths alone, read on demand.
+def clear(batch: Batch) -> None:
+    """Make a batch all padding; its states stay, finite as they are: nobody looks at them."""
+    for tensor in (batch.input_ids, batch.position_ids, batch.document_starts, batch.loss_mask):
+        tensor.zero_()
+    batch.document_ids.fill_(-1)
 
-    A pack is trained on `passes` times in a row, with other anchors every time; `anchors` are
-    drawn each time, or as many as the batch has slots for.
+
+class PackSource:
+    """The packs of a run as this rank takes part in them, read on demand.
+
+    A round of packs is trained on `passes` times in a row, with other anchors every time;
+    `anchors` are drawn each time, or as many as the batch has slots for.  The packs come from
+    `course`, or are planned from lengths alone.
     """
 
     def __init__(
         self,
-        reader: CacheReader,
+        reader: Reader,
         documents: Sequence[int],
         *,
         layer_ids: Sequence[int | str],
         shape: BatchShape,
         seed: int,
         passes: int = 1,
+        lanes: Lanes = ALONE,
+        course: Course | None = None,
         anchors: int | None = None,
     ) -> None:
         self.reader, self.documents, self.layer_ids = reader, documents, layer_ids
         self.shape, self.seed, self.passes, self.anchors = shape, seed, passes, anchors
-        self.plan = lru_cache(maxsize=2)(self._plan)
-
-    def _plan(self, epoch: int) -> list[Pack]:
-        return plan_epoch(
-            self.documents,
-            self.reader.lengths,
-            token_budget=self.shape.token_budget,
-            seed=self.seed,
-            epoch=epoch,
+        self.lanes = lanes
+        self.course: Course = course or Planned(
+            documents, reader.lengths, token_budget=shape.token_budget, seed=seed
         )
 
-    def steps(self, epochs: int) -> int:
-        """Batches in so many epochs: packs, times the passes over each."""
-        return self.passes * sum(len(self._plan(epoch)) for epoch in range(epochs))
+    def steps(self, epochs: int, *, most: int | None = None) -> int | None:
+        """Updates in so many epochs, or `most` if there are more; None: not known yet.
+
+        Packs that are too few for one more round are left out.  Only as many epochs are planned
+        as it takes to see that `most` is reached.
+        """
+        packs, known = 0, True
+        for epoch in range(epochs):
+            length = self.course.length(epoch)
+            packs, known = packs + (length or 0), known and length is not None
+            steps = packs // self.lanes.packs * self.passes
+            if most is not None and steps >= most:
+                return most
+        return packs // self.lanes.packs * self.passes if known else None
 
     def after(self, position: Position) -> Position:
-        """The position that follows: the next turn, otherwise the next pack, otherwise epoch."""
+        """The next update: the next pass over the round, otherwise the round behind it."""
         if position.turn + 1 < self.passes:
             return replace(position, turn=position.turn + 1)
-        if position.index + 1 < len(self.plan(position.epoch)):
-            return Position(epoch=position.epoch, index=position.index + 1)
-        return Position(epoch=position.epoch + 1, index=0)
+        return replace(ahead(self.course, position, self.lanes.packs), turn=0)
 
-    def pack(self, position: Position) -> Pack:
-        return self.plan(position.epoch)[position.index]
+    def whole(self, position: Position, *, stopped: Event | None = None) -> Position:
+        """The position of a round, for sure, once all its packs are there, those of all ranks.
 
-    def stored_bytes(self, position: Position) -> int:
-        """Bytes on disk of the states of a pack, by the average over the cache."""
-        manifest, planes = self.reader.manifest, self.reader.identity.planes
-        tokens = sum(self.reader.lengths[document] for document in self.pack(position).documents)
-        share = len(self.layer_ids) / len(planes)
-        return round(manifest.bytes / manifest.tokens * share * tokens)
+        Waits, and raises `CourseEnded`, as the course does.
+        """
+        last = ahead(self.course, position, self.lanes.packs - 1)
+        located(self.course, last, stopped=stopped)
+        return located(self.course, position, stopped=stopped)
 
-    def fill(self, batch: Batch, position: Position) -> Batch:
-        """Read the pack at a position, and draw the anchors of its turn."""
-        fill_documents(batch, self.reader, self.pack(position), layer_ids=self.layer_ids)
-        return self.draw(batch, position)
+    def pack_of(self, position: Position, lane: int) -> Pack:
+        """The pack of a lane in the update at a position."""
+        at = self._at(position, lane)
+        return self.course.pack(at.epoch, at.index)
 
-    def draw(self, batch: Batch, position: Position) -> Batch:
-        """Draw the anchors of a turn for a pack that has been read."""
-        words = [self.seed, position.epoch, position.index, position.turn]
+    def _at(self, position: Position, lane: int) -> Position:
+        return located(self.course, ahead(self.course, position, lane))
+
+    def stored_bytes(self, position: Position, lane: int | None = 0) -> int:
+        """Bytes on disk of the states of a lane's pack, by the average over the cache."""
+        if lane is None:
+            return 0
+        documents = self.pack_of(position, lane).documents
+        tokens = sum(self.reader.lengths[document] for document in documents)
+        return round(self.reader.state_bytes_per_token * len(self.layer_ids) * tokens)
+
+    def fill(self, batch: Batch, position: Position, lane: int | None = 0) -> Batch:
+        """Read the pack of a lane, and draw its anchors; None: all padding, no anchors."""
+        if lane is None:
+            clear(batch)
+        else:
+            pack = self.pack_of(position, lane)
+            fill_documents(batch, self.reader, pack, layer_ids=self.layer_ids)
+        return self.draw(batch, position, lane)
+
+    def draw(self, batch: Batch, position: Position, lane: int | None = 0) -> Batch:
+        """Draw the anchors of a pass for a pack that has been read; None: there are none."""
+        if lane is None:
+            batch.anchor_positions.zero_()
+            batch.anchor_valid.zero_()
+            return batch
+        at = self._at(position, lane)
+        words = [self.seed, at.epoch, at.index, position.turn]
         fill_anchors(batch, np.random.default_rng(words), count=self.anchors)
         return batch

@@ -48,7 +48,7 @@ def plan_epoch(
     packs: list[list[int]] = []
     for begin in range(0, len(order), window):
         packs += fit_best(order[begin : begin + window], lengths, token_budget=token_budget)
-    return [_place(packs[i], lengths, rng) for i in rng.permutation(len(packs))]
+    return [place(packs[i], lengths, rng) for i in rng.permutation(len(packs))]
 
 
 def fit_best(
@@ -81,7 +81,8 @@ def _class(length: int) -> int:
     return (length * length).bit_length()
 
 
-def _place(documents: Sequence[int], lengths: Sequence[int], rng: np.random.Generator) -> Pack:
+def place(documents: Sequence[int], lengths: Sequence[int], rng: np.random.Generator) -> Pack:
+    """The documents of one pack as `fit_best` gives them, in another order, with their slots."""
     # A document that fitted only without its gap has a length that is no multiple of the
     # alignment; it must stay last, and best fit puts it there.
     last = documents[-1]

@@ -14,7 +14,9 @@ from dflash_cache.pinned import host_tensor
 from dflash_cache.reader import CacheReader
 from dflash_fit.anchors import candidates, draw
 from dflash_fit.batch import Batch, BatchShape
-from dflash_fit.loader import PackSource, Position, fill_documents
+from dflash_fit.course import Lanes, Position
+from dflash_fit.loader import PackSource, fill_documents
+from dflash_fit.packing import Pack, plan_epoch
 
 ANCHORS = 12
 
@@ -33,6 +35,17 @@ def tiny_source(cache, *, layers=2, token_budget=256, **options) -> PackSource:
     )
     documents = range(len(reader.lengths))
     return PackSource(reader, documents, layer_ids=layer_ids, shape=shape, seed=3, **options)
+
+
+def plan_of(source: PackSource, epoch: int) -> list[Pack]:
+    """The oracle of what a source trains on."""
+    return plan_epoch(
+        source.documents,
+        source.reader.lengths,
+        token_budget=source.shape.token_budget,
+        seed=source.seed,
+        epoch=epoch,
+    )
 
 
 def host_batch(shape: BatchShape) -> Batch:
@@ -94,7 +107,7 @@ def test_a_used_batch_is_filled_as_document_by_document(
         build_cache(tiny_build(tiny_target, tiny_data, cache, encoding=encoding))
     source = tiny_source(cache)
     batch = host_batch(source.shape)
-    for pack in source.plan(0):
+    for pack in plan_of(source, 0):
         for tensor in batch.tensors():
             tensor.view(torch.uint8).fill_(1 if tensor.dtype == torch.bool else 0xFF)
         fill_documents(batch, source.reader, pack, layer_ids=source.layer_ids)
@@ -125,7 +138,7 @@ def document_by_document(source: PackSource, pack) -> Batch:
 def test_a_pack_of_one_document_as_long_as_the_batch_has_no_padding(tiny_cache):
     longest = max(CacheReader(tiny_cache).lengths)
     source = tiny_source(tiny_cache, token_budget=longest)
-    packs = enumerate(source.plan(0))
+    packs = enumerate(plan_of(source, 0))
     index = next(i for i, p in packs if source.reader.lengths[p.documents[0]] == longest)
     batch = source.fill(host_batch(source.shape), Position(epoch=0, index=index))
     assert batch.position_ids.tolist() == list(range(longest))
@@ -134,16 +147,45 @@ def test_a_pack_of_one_document_as_long_as_the_batch_has_no_padding(tiny_cache):
 
 def test_a_position_steps_through_turns_then_packs_then_epochs(tiny_cache):
     source = tiny_source(tiny_cache, passes=3)
-    packs = len(source.plan(0))
+    packs = len(plan_of(source, 0))
     found = positions_from(source, Position(epoch=0, index=0), 3 * packs + 1)
     wanted = [(0, index, turn) for index in range(packs) for turn in range(3)] + [(1, 0, 0)]
     assert [(p.epoch, p.index, p.turn) for p in found] == wanted
 
 
-def test_steps_count_every_pass_over_every_pack(tiny_cache):
-    once, thrice = tiny_source(tiny_cache), tiny_source(tiny_cache, passes=3)
-    assert once.steps(2) == len(once.plan(0)) + len(once.plan(1))
-    assert thrice.steps(2) == 3 * once.steps(2)
+def lanes_of(packs: int) -> Lanes:
+    return Lanes(packs=packs, rank=0, world=1)
+
+
+@pytest.mark.parametrize("packs", [1, 2, 5])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_updates_count_every_pass_over_every_whole_round(tiny_cache, packs, passes):
+    source = tiny_source(tiny_cache, passes=passes, lanes=lanes_of(packs))
+    for epochs in range(4):
+        every = [pack for epoch in range(epochs) for pack in plan_of(source, epoch)]
+        rounds = [every[i : i + packs] for i in range(0, len(every), packs)]
+        wanted = passes * sum(len(each) == packs for each in rounds)
+        assert source.steps(epochs) == wanted
+        assert source.steps(epochs, most=wanted + 1) == wanted
+        assert source.steps(epochs, most=7) == min(7, wanted)
+
+
+def test_no_more_epochs_are_planned_than_the_updates_take(tiny_cache, monkeypatch):
+    planned = []
+
+    def counted(*args, epoch, **options):
+        planned.append(epoch)
+        return plan_epoch(*args, epoch=epoch, **options)
+
+    monkeypatch.setattr("dflash_fit.course.plan_epoch", counted)
+    source = tiny_source(tiny_cache)
+    packs = len(plan_of(source, 0))
+    assert source.steps(1000, most=packs + 1) == packs + 1
+    assert planned == [0, 1]
+    assert source.steps(1000, most=packs) == packs
+    # The first pack of an epoch is there whatever its length.
+    assert source.after(Position(epoch=1, index=len(plan_of(source, 1)) - 1)).epoch == 2
+    assert planned == [0, 1]
 
 
 def test_the_anchors_of_a_turn_depend_on_seed_epoch_pack_and_turn(tiny_cache):
@@ -180,6 +222,37 @@ def test_the_stored_bytes_of_an_epoch_are_its_share_of_the_cache(tiny_cache):
     source = tiny_source(tiny_cache)
     manifest, planes = source.reader.manifest, source.reader.identity.planes
     found = sum(
-        source.stored_bytes(Position(epoch=0, index=index)) for index in range(len(source.plan(0)))
+        source.stored_bytes(Position(epoch=0, index=index))
+        for index in range(len(plan_of(source, 0)))
     )
     assert found == pytest.approx(manifest.bytes * 2 / len(planes), rel=1e-3)
+
+
+def test_the_packs_of_a_round_lie_behind_each_other_across_epochs(tiny_cache):
+    source = tiny_source(tiny_cache, lanes=lanes_of(4))
+    every = [(e, i) for e in range(3) for i in range(len(plan_of(source, e)))]
+    last = len(plan_of(source, 0)) - 2
+    position = Position(epoch=0, index=last)
+    for lane in range(4):
+        epoch, index = every[last + lane]
+        assert source.pack_of(position, lane) == plan_of(source, epoch)[index]
+        batch = source.fill(host_batch(source.shape), position, lane)
+        alone = tiny_source(tiny_cache).fill(
+            host_batch(source.shape), Position(epoch=epoch, index=index)
+        )
+        assert same(content(batch), content(alone))
+    epoch, index = every[last + 4]
+    assert source.after(position) == Position(epoch=epoch, index=index)
+
+
+def test_an_idle_batch_is_padding_with_no_anchors_and_finite_states(tiny_cache):
+    source = tiny_source(tiny_cache)
+    used = source.fill(host_batch(source.shape), Position(epoch=0, index=0))
+    for batch in (used, host_batch(source.shape)):
+        states = batch.hidden.clone()
+        found = source.fill(batch, Position(epoch=0, index=1), None)
+        wanted = replace(host_batch(source.shape), hidden=states)
+        assert same(content(found), content(wanted))
+        assert found.states().isfinite().all()
+        assert not len(candidates(found.loss_mask.numpy(), found.document_ids.numpy()))
+    assert source.stored_bytes(Position(epoch=0, index=0), None) == 0
