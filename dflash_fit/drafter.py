@@ -229,6 +229,15 @@ class DFlashDraftModel(nn.Module):
             else:
                 nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
 
+    def context_parameters(self) -> list[nn.Parameter]:
+        """Those that `context` reads: a backward pass that ends with it finishes them last."""
+        modules: list[nn.Module] = [self.fc, self.hidden_norm]
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            attention = layer.self_attn
+            modules += [attention.k_proj, attention.v_proj, attention.k_norm]
+        return [parameter for module in modules for parameter in module.parameters()]
+
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotary(positions, head_dim=self.config.head_dim, theta=self.config.rope_theta)
 

@@ -3,9 +3,11 @@
 B block size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,16 +64,31 @@ class StepMetrics:
         for tensor in vars(self).values():
             tensor.zero_()
 
-    def read(self) -> dict[str, Any]:
-        """Means since the last reading, and start again from zero.  This one does ask the host."""
-        steps = max(float(self.steps), 1.0)
-        values = {
-            "loss": float(self.loss) / steps,
-            "grad_norm": float(self.norm) / steps,
-            "tokens": int(self.tokens),
-            "anchors": int(self.anchors),
-            "accuracy": float(self.correct.sum() / self.count.sum().clamp(min=1)),
-            "slot_accuracy": (self.correct / self.count.clamp(min=1)).tolist(),
-        }
+    def take(self) -> dict[str, Any]:
+        """The sums since the last reading, as numbers; starts again.  This one asks the host."""
+        sums = {name: tensor.tolist() for name, tensor in vars(self).items()}
         self.reset()
-        return values
+        return sums
+
+    def read(self) -> dict[str, Any]:
+        """What the interval was like for this process alone."""
+        return means([self.take()])
+
+
+def means(taken: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What an interval was like, from the sums of all ranks.
+
+    Losses and norms are those of whole updates, the same on every rank; the rest adds up.
+    """
+    steps = max(taken[0]["steps"], 1.0)
+    correct, count = (
+        np.sum([sums[name] for sums in taken], axis=0) for name in ("correct", "count")
+    )
+    return {
+        "loss": taken[0]["loss"] / steps,
+        "grad_norm": taken[0]["norm"] / steps,
+        "tokens": int(sum(sums["tokens"] for sums in taken)),
+        "anchors": int(sum(sums["anchors"] for sums in taken)),
+        "accuracy": float(correct.sum() / max(count.sum(), 1)),
+        "slot_accuracy": (correct / np.maximum(count, 1)).tolist(),
+    }

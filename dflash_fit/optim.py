@@ -1,15 +1,22 @@
 """AdamW on fp32 masters.
 
-Masters, moments and weights are one flat buffer each; a gradient is whatever buffer the backward
-pass made for a parameter, so that nothing has to be zeroed or added first.  An update is one pass
-over memory per parameter, without a look from the host.
+Masters, moments and weights are one flat buffer each; a gradient is whatever buffer it was summed
+up in, so that nothing has to be zeroed or added first.  An update is one pass over memory per
+parameter, without a look from the host.
+
+Ranks may share the state: each holds a shard of masters and moments, updates it, and gets the
+weights of the others (stage 1 of ZeRO, arXiv 1910.02054).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+
+from dflash_fit.gradients import gradient_of
+from dflash_fit.shards import grid, pieces, shard, shard_size
+from dflash_fit.world import World, gather_into
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,58 +63,113 @@ def adamw_(
 class FlatAdamW:
     """Owns the memory of a module's parameters and updates it.
 
-    Matrices come first and decay; vectors (norms) come behind them and do not.
+    Matrices come first and decay; vectors (norms) come behind them and do not.  `sharing` is the
+    world whose ranks hold a shard of the state each; without it all of it is here.
     """
 
-    def __init__(self, module: nn.Module, config: AdamWConfig, *, dtype: torch.dtype) -> None:
-        self.config = config
+    def __init__(
+        self,
+        module: nn.Module,
+        config: AdamWConfig,
+        *,
+        dtype: torch.dtype,
+        sharing: World | None = None,
+    ) -> None:
+        self.config, self.sharing = config, sharing
         named = sorted(module.named_parameters(), key=lambda item: (item[1].dim() == 1,))
         self.parameters = [parameter for _, parameter in named]
-        self.master = torch.cat([p.detach().float().flatten() for p in self.parameters])
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self.length = sum(sizes)
+        self.owned = slice(0, self.length)
+        if sharing:
+            self.owned = shard(self.length, rank=sharing.rank, world=sharing.size)
+        self.pieces = pieces(sizes, self.owned)
+        whole = torch.cat([p.detach().float().flatten() for p in self.parameters])
+        self.master = whole[self.owned].clone() if sharing else whole
         self.moment1, self.moment2 = torch.zeros_like(self.master), torch.zeros_like(self.master)
-        self.weights = self.master.to(dtype, copy=True)
-        for parameter, weight in zip(self.parameters, self._views(self.weights), strict=True):
-            parameter.data = weight.view(parameter.shape)
         device = self.master.device
+        # Padded where shards are gathered: all but the last are of one size.
+        room = shard_size(self.length, world=sharing.size) * sharing.size if sharing else 0
+        self.gathered = torch.zeros(max(room, self.length), dtype=dtype, device=device)
+        self.weights = self.gathered[: self.length]
+        self.weights.copy_(whole)
+        for parameter, weight in zip(
+            self.parameters, torch.split(self.weights, sizes), strict=True
+        ):
+            parameter.data = weight.detach().view(parameter.shape)
+        self.grid = grid(sizes, self.owned)
+        self.cells = sum(map(len, grid(sizes, slice(0, self.length))))
+        self.cells_before = sum(map(len, grid(sizes, slice(0, self.owned.start))))
         self.lr = torch.zeros((), device=device)
         self.updates = torch.zeros((), device=device)  # updates done: skipped ones not counted
         self.skipped = torch.zeros((), device=device)
+        self.skipped_in_a_row = torch.zeros((), device=device)
         # Off while a step warms up: everything runs and nothing changes.
         self.armed = torch.ones((), dtype=torch.bool, device=device)
 
-    def _views(self, flat: Tensor) -> Iterator[Tensor]:
-        sizes = [parameter.numel() for parameter in self.parameters]
-        return (view.detach() for view in torch.split(flat, sizes))
-
     def begin(self) -> None:
-        """Forget the gradients of the last update; the next backward pass brings its own."""
+        """Forget the gradients of the last pack; the next backward pass brings its own."""
         for parameter in self.parameters:
             parameter.grad = None
 
+    def own_gradients(self) -> list[Tensor]:
+        """What the parameters hold."""
+        return [gradient_of(parameter) for parameter in self.parameters]
+
     @torch.no_grad()
     def update(
-        self, total: Tensor, weight: Tensor, adamw_: Callable[..., None] = adamw_
+        self,
+        gradients: Sequence[Tensor],
+        total: Tensor,
+        weight: Tensor,
+        adamw_: Callable[..., None] = adamw_,
     ) -> tuple[Tensor, Tensor]:
         """Clip, update masters and moments, round to the weights; returns loss and gradient norm.
 
-        `total` is the weighted sum of the losses whose gradients the parameters hold, `weight`
-        what to divide it by.  A loss or gradient that is not finite leaves everything as it was
-        and counts as skipped.  All of it is decided on the device.
+        `gradients` are flat, one for each of `pieces`; they and `total` are weighted sums, and
+        `weight` is what to divide them by.  A loss or gradient that is not finite leaves
+        everything as it was and counts as skipped.  All of it is decided on the device.
         """
-        gradients = [gradient_of(parameter) for parameter in self.parameters]
         share = 1 / weight.clamp(min=1e-20)
         loss = total * share
-        norms = torch._foreach_norm(gradients, 2, torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(norms)) * share
+        norm = self._norm(gradients) * share
         factors = self._factors(loss, norm, share)
         # Two tensors, not one and a switch: matrices and vectors go through one compiled function.
         decayed = 1 - self.lr * self.config.weight_decay * factors.fine
         stays = torch.ones_like(decayed)
-        buffers = (self._views(b) for b in (self.master, self.moment1, self.moment2, self.weights))
-        for parameter, gradient, *own in zip(self.parameters, gradients, *buffers, strict=True):
-            decay = decayed if parameter.dim() > 1 else stays
-            adamw_(*own, gradient, factors, decay, self.config.eps)
+        for piece, gradient in zip(self.pieces, gradients, strict=True):
+            here = slice(piece.at.start - self.owned.start, piece.at.stop - self.owned.start)
+            own = (self.master[here], self.moment1[here], self.moment2[here])
+            decay = decayed if self.parameters[piece.parameter].dim() > 1 else stays
+            adamw_(*own, self.weights[piece.at], gradient, factors, decay, self.config.eps)
+        self._gather()
         return loss, norm
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Of the whole gradient, from the norms of its cells, whoever has them."""
+        runs = [
+            run
+            for gradient, lengths in zip(gradients, self.grid, strict=True)
+            for run in torch.split(gradient, lengths)
+        ]
+        norms = torch.stack(torch._foreach_norm(runs, 2, torch.float32)) if runs else None
+        if self.sharing is None:
+            assert norms is not None
+            whole: Tensor = torch.linalg.vector_norm(norms)
+            return whole
+        every = torch.zeros(self.cells, device=self.master.device)
+        if norms is not None:
+            every[self.cells_before : self.cells_before + len(norms)] = norms
+        distributed.all_reduce(every)  # each cell plus zeros: exact
+        found: Tensor = torch.linalg.vector_norm(every)
+        return found
+
+    def _gather(self) -> None:
+        """Take over the weights that the other ranks have updated."""
+        if self.sharing is not None:
+            size = len(self.gathered) // self.sharing.size
+            own = self.gathered[self.sharing.rank * size :][:size]
+            gather_into(self.gathered, own)
 
     def _factors(self, loss: Tensor, norm: Tensor, share: Tensor) -> Factors:
         c = self.config
@@ -115,7 +177,10 @@ class FlatAdamW:
         fine = finite & self.armed
         go = fine.float()
         self.updates.add_(go)
-        self.skipped.add_(~finite & self.armed)
+        bad = (~finite & self.armed).float()
+        self.skipped.add_(bad)
+        # A good update ends the row; one that is not armed is none at all.
+        self.skipped_in_a_row.add_(bad).mul_(1 - go)
         updates = self.updates.clamp(min=1)
         return Factors(
             fine=fine,
@@ -126,20 +191,18 @@ class FlatAdamW:
             size=self.lr * go / (1 - c.beta1**updates),
         )
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything that resuming needs, by name; live tensors, not copies."""
-        names = ("master", "moment1", "moment2", "updates", "skipped")
-        return {name: getattr(self, name) for name in names}
+    # --- what a checkpoint holds ----------------------------------------------------------------
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in self.state().items():
-            assert tensor.shape == state[name].shape, (name, tensor.shape, state[name].shape)
-            tensor.copy_(state[name])
-        self.weights.copy_(self.master)
+    def flats(self) -> dict[str, Tensor]:
+        """Masters and moments, of the elements `owned`; live tensors, not copies."""
+        return {name: getattr(self, name) for name in ("master", "moment1", "moment2")}
 
+    def scalars(self) -> dict[str, Tensor]:
+        """What all ranks hold; live tensors, not copies."""
+        return {name: getattr(self, name) for name in ("updates", "skipped", "skipped_in_a_row")}
 
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """The gradient, flat; every parameter of a drafter has one."""
-    assert parameter.grad is not None, parameter.shape
-    # detach: the compiler would make one function for views of matrices and one of vectors.
-    return parameter.grad.view(-1).detach()
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Flats and scalars were overwritten: the weights follow from the masters."""
+        self.weights[self.owned].copy_(self.master)
+        self._gather()

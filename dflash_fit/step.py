@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_fit.attention import Blocks, DenseSight, Sight, SightMaker, Visibility
 from dflash_fit.batch import Batch, BatchShape
@@ -22,6 +22,7 @@ from dflash_fit.drafter import (
     block_ids,
     block_positions,
 )
+from dflash_fit.gradients import Gradients
 from dflash_fit.loss import Objective, block_targets, head_loss
 from dflash_fit.metrics import StepMetrics
 from dflash_fit.optim import FlatAdamW, adamw_
@@ -41,7 +42,7 @@ class StepConfig:
     objective: Objective
     anchor_microbatch: int  # blocks that go through the drafter at once
     loss_chunk: int  # blocks that go through the LM head at once
-    packs: int = 1  # that an update adds up
+    packs: int = 1  # that an update adds up on this rank
 
     @property
     def parts(self) -> list[slice]:
@@ -111,6 +112,9 @@ def teacher_rows(batch: Batch, part: slice, config: StepConfig) -> Tensor:
     return final[before.clamp(max=len(batch.input_ids) - 1)]
 
 
+Finished = Callable[[Sequence[nn.Parameter]], None]  # told whose gradients are complete
+
+
 def accumulate(
     drafter: DFlashDraftModel,
     frozen: Frozen,
@@ -118,6 +122,7 @@ def accumulate(
     config: StepConfig,
     metrics: StepMetrics,
     pieces: Pieces,
+    finished: Finished = lambda parameters: None,
 ) -> tuple[Tensor, Tensor]:
     """Add the gradient of a pack to the parameters; returns the loss's sum and its weight.
 
@@ -149,8 +154,11 @@ def accumulate(
         total += result.total
         weight += result.weight
         metrics.add_slots(result, counts[part])
+    late = drafter.context_parameters()
+    finished([p for p in drafter.parameters() if all(p is not other for other in late)])
     ends = [tensor for pair in context for tensor in pair]
     torch.autograd.backward(ends, [leaf.grad for pair in leaves for leaf in pair])
+    finished(late)
     metrics.add_pack(batch)
     return total, weight
 
@@ -165,27 +173,32 @@ class Trainer:
         optimizer: FlatAdamW,
         config: StepConfig,
         pieces: Pieces,
+        gradients: Gradients | None = None,
     ) -> None:
+        """`gradients` adds up packs and ranks; by itself, the packs of one process."""
         self.drafter, self.frozen, self.optimizer = drafter, frozen, optimizer
         self.config, self.pieces = config, pieces
+        self.gradients = gradients or Gradients(optimizer.parameters, turns=config.packs)
+        assert self.gradients.turns == config.packs, (self.gradients.turns, config.packs)
         device = optimizer.lr.device
         self.metrics = StepMetrics.zeros(config.shape.block_size, device=device)
-        self.total = torch.zeros((), device=device)
-        self.weight = torch.zeros((), device=device)
 
     def train(self, batch: Batch, turn: int) -> None:
         """One of the packs of an update; the last one updates the weights."""
-        if turn == 0:
-            self.optimizer.begin()
-            self.total.zero_()
-            self.weight.zero_()
+        self.optimizer.begin()
         total, weight = accumulate(
-            self.drafter, self.frozen, batch, self.config, self.metrics, self.pieces
+            self.drafter,
+            self.frozen,
+            batch,
+            self.config,
+            self.metrics,
+            self.pieces,
+            lambda parameters: self.gradients.take(parameters, turn),
         )
-        self.total += total
-        self.weight += weight
+        self.gradients.take_loss(total, weight, turn)
         if turn == self.config.packs - 1:
-            loss, norm = self.optimizer.update(self.total, self.weight, self.pieces.adamw_)
+            summed = self.gradients.arrive()
+            loss, norm = self.optimizer.update(*summed, self.pieces.adamw_)
             self.metrics.add_update(loss, norm)
 
 

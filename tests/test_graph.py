@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from reference import make_document, make_frozen, make_weights, pack, small
+from test_optim import state, take_over
 
 from dflash_fit.attention import DenseSight
 from dflash_fit.backends import sight_maker
@@ -199,7 +200,7 @@ def test_twenty_replays_in_bf16_equal_eager_steps_to_its_rounding():
     eager = EagerStep(trainer(Pieces()))  # fp32, dense mask, plain PyTorch loss
     for batch in batches(20):
         # The same weights each time: it is the rounding of one step that is bounded.
-        eager.trainer.optimizer.load_state(step.trainer.optimizer.state())
+        take_over(eager.trainer.optimizer, step.trainer.optimizer)
         step(batch, lr=1e-3)
         eager(batch, lr=1e-3)
         wanted = gradients(eager)
@@ -251,8 +252,8 @@ def test_capturing_changes_nothing():
         each.trainer.optimizer.moment1.fill_(0.3)
         each.trainer.optimizer.moment2.fill_(0.7)
     step.capture(batches(1)[0])
-    for name, tensor in step.trainer.optimizer.state().items():
-        assert torch.equal(tensor, other.trainer.optimizer.state()[name]), name
+    for name, tensor in state(step.trainer.optimizer).items():
+        assert torch.equal(tensor, state(other.trainer.optimizer)[name]), name
     assert torch.equal(step.trainer.optimizer.weights, other.trainer.optimizer.weights)
     assert step.trainer.metrics.read()["tokens"] == 0
 
