@@ -1,32 +1,34 @@
-"""Run folders: checkpoints written aside and renamed, found again, and cleared away.
+"""Run folders: what they were begun with, and their checkpoints: found again, and cleared away.
 
 RUN/
   config.json                 the resolved options
   metrics.jsonl               one line per log interval and per measurement
   checkpoints/step_00000500/  drafter folder (config.json, model.safetensors, training.json)
-                              + optimizer.safetensors + state.json: exact resume
+                              + the optimizer's state, in one part per rank, + state.json
+  checkpoints/damaged_step_N  one that turned out not to be whole: nothing here looks at it again
   best -> checkpoints/step_N  the best held-out acceptance length so far
+
+`saver` writes the checkpoints, `sound` says whether one is whole.
 """
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from dflash_cache import disk
 from dflash_cache.schema import Identity, first_difference
 from dflash_fit.config import SPEED_ONLY, FitConfig
-from dflash_fit.drafter import DFlashDraftModel
 from dflash_fit.errors import RunFolderError
-from dflash_fit.folder import write_drafter
 from dflash_fit.loader import Position
-from dflash_fit.optim import FlatAdamW
+from dflash_fit.parts import FlatState, read_parts
+from dflash_fit.sound import STATE_FILE, Flawed, flaw, glance, read_record
 
 # What runs did before these options existed: their config.json does not name them.
 BEFORE = {
@@ -38,10 +40,14 @@ BEFORE = {
     "final_lr": 0.0,
     "loss": "ce",
     "slot_weights": "decay",
+    "follow": False,
+    "unit_order": None,
 }
+# Options of before, by other names now; what they said does not change the result.
+GONE = ("device",)
 
 CHECKPOINTS = "checkpoints"
-STATE_FILES = ("state.json", "optimizer.safetensors", "model.safetensors", "config.json")
+DAMAGED = "damaged_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +70,18 @@ START = RunState(step=0, epoch=0, index=0, best_step=None, best_acceptance=0.0)
 
 
 def as_begun(config: FitConfig) -> FitConfig:
-    """The options with the anchors that a run in this folder measured, where they are `auto`.
+    """The options, with what a run in this folder has settled where they leave it open.
 
     Refuses a folder that is something else, before anything is built or measured.
     """
     path = config.out / "config.json"
     if path.is_file():
         begun = read_options(path)
-        return replace(config, anchors=begun["anchors"]) if config.anchors == "auto" else config
+        return replace(
+            config,
+            anchors=begun["anchors"] if config.anchors == "auto" else config.anchors,
+            packs_per_step=config.packs_per_step or begun["packs_per_step"],
+        )
     if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
         raise no_run_folder(config.out)
     return config
@@ -98,7 +108,7 @@ def resolve(config: FitConfig, *, identity: Identity) -> dict[str, Any]:
     """All options as JSON, and what the cache holds: a run goes on with the very same."""
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     plain = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
-    plain["target_layers"] = list(config.target_layers) if config.target_layers else None
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
     return {
         **plain,
         "cache_identity": identity.to_dict(),
@@ -115,7 +125,7 @@ def read_options(path: Path) -> dict[str, Any]:
     # Drafter folders have a config.json, too.
     if not isinstance(found, dict) or "cache_fingerprint" not in found:
         raise no_run_folder(path.parent)
-    return {**BEFORE, **found}
+    return {**BEFORE, **{name: value for name, value in found.items() if name not in GONE}}
 
 
 def refuse_other_run(path: Path, wanted: dict[str, Any]) -> None:
@@ -137,42 +147,84 @@ def step_folder(run: Path, step: int) -> Path:
     return run / CHECKPOINTS / f"step_{step:08d}"
 
 
-def save_checkpoint(
-    run: Path,
-    drafter: DFlashDraftModel,
-    optimizer: FlatAdamW,
-    state: RunState,
-    training: Mapping[str, Any],
-) -> Path:
-    """Write everything that resuming and exporting need; it appears whole or not at all."""
-    path = step_folder(run, state.step)
-    with disk.new_folder(path) as folder:
-        tensors = drafter.state_dict()
-        dtype = next(iter(tensors.values())).dtype
-        write_drafter(folder, drafter.config, tensors, training, dtype=dtype)
-        moments = {
-            name: tensor.detach().cpu().clone() for name, tensor in optimizer.state().items()
-        }
-        save_file(moments, folder / "optimizer.safetensors")
-        (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
-    return path
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def steps_saved(run: Path) -> list[Path]:
+    """Every checkpoint that was ever finished, whole or not, oldest first."""
+    found = (run / CHECKPOINTS).glob("step_*")
+    return sorted((path for path in found if re.fullmatch(r"step_\d+", path.name)), key=step_of)
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    found = sorted((run / CHECKPOINTS).glob("step_*"))
-    return [path for path in found if all((path / name).is_file() for name in STATE_FILES)]
+    """Complete checkpoints, oldest first; their sizes are looked at, not every byte."""
+    return [path for path in steps_saved(run) if glance(path) is None]
 
 
-def load_checkpoint(path: Path, optimizer: FlatAdamW) -> RunState:
-    """Put masters and moments back; the weights follow from the masters."""
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The checkpoint that a run goes on from."""
+
+    path: Path | None  # None: there is none yet
+    flawed: dict[Path, str]  # newer ones, and what is wrong with each
+
+
+def newest_sound(run: Path) -> Choice:
+    """The newest checkpoint that is whole, every byte of it read; nothing is changed."""
+    flawed: dict[Path, str] = {}
+    for path in reversed(steps_saved(run)):
+        problem = flaw(path)
+        if problem is None:
+            return Choice(path=path, flawed=flawed)
+        flawed[path] = problem
+    if not flawed:
+        return Choice(path=None, flawed={})
+    told = "; ".join(f"{path.name}: {problem}" for path, problem in flawed.items())
+    raise RunFolderError(
+        f"{run}: none of its checkpoints is whole ({told}). Put one back from a copy, or delete "
+        f"{run / CHECKPOINTS} to begin anew"
+    )
+
+
+def put_away(choice: Choice) -> list[str]:
+    """Rename the flawed checkpoints, so that nothing takes or counts them; returns what to tell."""
+    assert choice.path is not None or not choice.flawed, choice
+    told = []
+    for path, problem in choice.flawed.items():
+        into = free_name(path.with_name(DAMAGED + path.name))
+        os.rename(path, into)
+        told.append(
+            f"{path} is not whole: {problem}. It is called {into.name} now; the run goes on from "
+            f"{choice.path.name if choice.path else 'the start'}"
+        )
+    if told:
+        disk.fsync_path(next(iter(choice.flawed)).parent)
+    return told
+
+
+def free_name(path: Path) -> Path:
+    """The path, or with a number behind it where that is taken."""
+    number, found = 1, path
+    while found.exists():
+        number, found = number + 1, path.with_name(f"{path.name}.{number + 1}")
+    return found
+
+
+def restore(checkpoint: Path, optimizer: FlatState) -> RunState:
+    """Put masters and moments back, whatever ranks wrote them; the weights follow.
+
+    All ranks call it.
+    """
     try:
-        optimizer.load_state(load_file(path / "optimizer.safetensors"))
-        return RunState(**json.loads((path / "state.json").read_text()))
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+        record = read_record(checkpoint)
+        state = RunState(**record.state)
+        read_parts([checkpoint / name for name in record.parts], optimizer)
+        return state
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, Flawed) as error:
         raise RunFolderError(
-            f"{path}: cannot be read ({str(error)[:200]}); delete that folder, and the run goes "
-            "on from the checkpoint before it"
+            f"{checkpoint}: cannot be read ({str(error)[:200]}); delete that folder, and the run "
+            "goes on from the checkpoint before it"
         ) from None
 
 
@@ -180,22 +232,38 @@ def mark_best(run: Path, checkpoint: Path) -> None:
     """Point `best` at a checkpoint, in one atomic step."""
     link = run / "best"
     partial = disk.aside(link)
-    os.symlink(checkpoint.relative_to(run), partial)
-    os.replace(partial, link)
+    try:
+        os.symlink(checkpoint.relative_to(run), partial)
+        os.replace(partial, link)
+    finally:
+        partial.unlink(missing_ok=True)
     disk.fsync_path(run)
 
 
 def best_checkpoint(run: Path) -> Path | None:
+    """What `best` points at; None before the first measurement, and where that one is gone."""
     link = run / "best"
     return link.resolve() if link.exists() else None
 
 
-def clear_old(run: Path, *, keep_last: int) -> None:
-    """Delete checkpoints but the last ones and the best."""
+def clear_old(run: Path, *, keep_last: int, keep_every: int | None = None) -> None:
+    """Delete checkpoints but the last ones, those of every so many steps, and the best."""
     best = best_checkpoint(run)
     for path in checkpoints(run)[:-keep_last]:
-        if path.resolve() != best:
-            shutil.rmtree(path)
+        kept = keep_every is not None and step_of(path) % keep_every == 0
+        if not kept and path.resolve() != best:
+            # Aside first: half of one must not look like one.
+            doomed = disk.aside(path)
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+
+
+def clear_leftovers(run: Path) -> None:
+    """Delete what a save that was killed has left behind."""
+    for path in (run / CHECKPOINTS).glob(".step_*.partial"):
+        shutil.rmtree(path)
+    for path in run.glob(".best.*.partial"):
+        path.unlink()
 
 
 def find_drafter(path: Path, *, checkpoint: str = "best") -> Path:
@@ -208,20 +276,33 @@ def find_drafter(path: Path, *, checkpoint: str = "best") -> Path:
                 f"{path}: is one drafter and no run, so it has no checkpoint {checkpoint!r}; drop "
                 "--checkpoint, or give the run"
             )
-        return path
-    complete = checkpoints(path)
+        return whole(path) if (path / STATE_FILE).exists() else path
+    saved, complete = steps_saved(path), checkpoints(path)
     if not complete:
-        raise RunFolderError(f"{path}: this run has no checkpoint yet")
+        told = f"none of its {len(saved)} checkpoints is whole" if saved else "no checkpoint yet"
+        raise RunFolderError(f"{path}: this run has {told}")
     if checkpoint == "best":
-        return best_checkpoint(path) or complete[-1]
+        best = best_checkpoint(path)
+        return whole(best) if best else complete[-1]
     if checkpoint == "last":
         return complete[-1]
-    named = {p.name: p for p in complete} | {f"step_{int(p.name[5:])}": p for p in complete}
+    named = {p.name: p for p in saved}
+    named |= {f"step_{step_of(p)}": p for p in named.values()}
     if checkpoint not in named:
         raise RunFolderError(
             f"{path}: no checkpoint {checkpoint!r}; there are {[p.name for p in complete]}"
         )
-    return named[checkpoint]
+    return whole(named[checkpoint])
+
+
+def whole(checkpoint: Path) -> Path:
+    """The checkpoint, unless something of it is missing or cut."""
+    problem = glance(checkpoint)
+    if problem:
+        raise RunFolderError(
+            f"{checkpoint}: is not whole ({problem}); take another one with --checkpoint"
+        )
+    return checkpoint
 
 
 def is_run(path: Path) -> bool:
