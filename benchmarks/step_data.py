@@ -11,6 +11,7 @@ from dflash_fit.drafter import FULL, DFlashDraftModel, DrafterConfig
 from dflash_fit.loss import Objective
 from dflash_fit.optim import AdamWConfig, FlatAdamW
 from dflash_fit.step import Frozen, Pieces, StepConfig, Trainer
+from dflash_fit.work import useful_flop
 
 DEVICE = torch.device("cuda")
 
@@ -61,22 +62,8 @@ class Model:
         )
 
     def useful_flop(self, *, tokens: int, anchors: int) -> float:
-        """Matrix products of a step; attention is not counted (see measurements).
-
-        A fixed count, so that ways to train compare.  Of the layers' share the step leaves out
-        2%: slot 0 behind the last layer's attention, the first layer's input gradient.
-
-        `fc` forward and weight gradient; context keys and values, and the layers on all slots,
-        three products each; the frozen head on 15 of 16 slots, forward and input gradient.
-        """
-        h, kv = self.hidden, self.kv_heads * self.head_dim
-        q = self.heads * self.head_dim
-        fc = 2 * 2 * tokens * (self.target_layers * h) * h
-        context = 3 * 2 * tokens * h * (2 * kv) * self.layers
-        layer = h * (q + 2 * kv) + q * h + 3 * h * self.intermediate
-        blocks = 3 * 2 * anchors * self.block_size * layer * self.layers
-        head = 2 * 2 * anchors * (self.block_size - 1) * h * self.vocabulary
-        return float(fc + context + blocks + head)
+        """Matrix products of a step; attention is not counted."""
+        return useful_flop(self.config(), tokens=tokens, anchors=anchors)
 
 
 QWEN_27B = Model(
