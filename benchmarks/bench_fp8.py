@@ -515,7 +515,7 @@ def fit_config(way: Way, args: Namespace, *, out: Path) -> FitConfig:
         "log_every": 1,
         "precision": way.precision,
         "step": step,
-        "device": args.device,
+        "devices": args.device,
     }
     assert set(said) <= {field.name for field in fields(FitConfig)}
     return FitConfig(**said)

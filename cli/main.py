@@ -169,13 +169,26 @@ def cache_answers(as_json: bool, **typed: Any) -> None:
 
 @main.command("fit")
 @config_options(FitConfig)
+@click.option("--dry-run", is_flag=True, help="Say what the run takes and write nothing.")
 @json_option
-def fit(as_json: bool, **typed: Any) -> None:
+def fit(dry_run: bool, as_json: bool, **typed: Any) -> None:
     """Train a drafter from a cache.  The same command again resumes exactly."""
     config = make_config(FitConfig, typed)
-    from dflash_fit import loop
+    from dflash_cache import ranks
+    from dflash_fit import estimate, loop
 
-    show(loop.fit(config), as_json=as_json)
+    text = None
+    if dry_run:
+        found = loop.dry_run(config)
+        report, text = found.to_dict(), estimate.tell(found)
+    else:
+        report = loop.fit(config)
+    if (rank := ranks.find_rank(os.environ)) is not None and not rank.first:
+        return
+    if text is None or as_json:
+        show(report, as_json=as_json)
+    else:
+        click.echo(text)
 
 
 @main.command("eval")

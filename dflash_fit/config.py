@@ -57,8 +57,10 @@ class FitConfig:
     passes_per_pack: int = option(
         1, "Times that a packed batch is trained once it is read, each with fresh anchors."
     )
-    packs_per_step: int = option(
-        1, "Packed batches whose gradients an update adds up; each pass over one counts."
+    packs_per_step: int | None = option(
+        None,
+        "Packed batches whose gradients an update adds up, over all GPUs (default: one each). A "
+        "run keeps it, so it may go on with another number of GPUs.",
     )
     max_steps: int | None = option(None, "Stop after this many steps (default: after the epochs).")
     lr: float = option(6e-4, "Peak learning rate.")
@@ -93,6 +95,19 @@ class FitConfig:
     seed: int = option(0, "Seed of initial weights, packs and anchors.")
     eval_every: int = option(500, "Steps between measurements on the held-out samples.")
     eval_tokens: int = option(200_000, "Held-out tokens measured each time, at most.")
+    max_skipped: int = option(
+        20,
+        "Updates in a row whose loss or gradient is not finite, and which are skipped, before the "
+        "run stops.",
+    )
+    follow: bool = option(
+        False,
+        "Begin while the cache is still being built: the first epoch takes its units as they are "
+        "committed, and waits for them.",
+    )
+    unit_order: Path | None = option(
+        None, "Units that the first epoch takes, in this order: followed.json of another run."
+    )
 
     # These change only speed, memory and what is kept.
     anchor_microbatch: int | None = option(
@@ -109,9 +124,31 @@ class FitConfig:
         "pair; auto: block on a GPU, else dense.",
     )
     checkpoint_every: int = option(500, "Steps between checkpoints.")
-    keep_last: int = option(2, "Checkpoints kept, besides the best one.")
+    keep_last: int = option(2, "Checkpoints kept, besides the best one and --keep-every.")
+    keep_every: int | None = option(
+        None, "Also keep the checkpoint of every step that is a multiple of this."
+    )
     log_every: int = option(10, "Steps between lines in the log.")
-    device: str = option("auto", "cpu, cuda, cuda:1 ...; auto takes a GPU if there is one.")
+    trackers: tuple[str, ...] = option(
+        ("tensorboard",),
+        "Where live numbers go besides metrics.jsonl, commas between: tensorboard, wandb, trackio; "
+        "or none.",
+    )
+    devices: str = option(
+        "auto",
+        "Where to train, data-parallel: numbers of GPUs (0,1,2 or 5-7), all, cuda:1, cpu; auto "
+        "takes one GPU if there is one.",
+    )
+    reduce: str = option(
+        "auto",
+        "Precision in which GPUs add up their gradients: bf16 or fp32; auto: that of the weights.",
+    )
+    shard_optimizer: bool = option(
+        False, "Share masters and moments among the GPUs: less memory on each, a little slower."
+    )
+    rank_timeout: float = option(
+        600.0, "Seconds without a step of one GPU's process after which the others give up."
+    )
 
     def __post_init__(self) -> None:
         require_positive(
@@ -119,7 +156,7 @@ class FitConfig:
             *("num_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
             *("head_dim", "sliding_window", "token_budget", "epochs", "eval_every", "log_every"),
             *("eval_tokens", "anchor_microbatch", "loss_chunk", "checkpoint_every", "keep_last"),
-            *("passes_per_pack", "packs_per_step"),
+            *("passes_per_pack", "packs_per_step", "max_skipped", "keep_every"),
         )
         for name, words in CHOICES.items():
             if getattr(self, name) not in words:
@@ -138,10 +175,16 @@ class FitConfig:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: want a share from 0 to 1")
         if self.max_steps is not None and self.max_steps < 0:
             raise ConfigError(f"--max-steps {self.max_steps}: want 0 or more")
-        for name in ("lr", "clip", "gamma"):
+        if self.reduce == "bf16" and self.precision == "fp32":
+            raise ConfigError(
+                "--reduce bf16: would round the gradients of --precision fp32; leave it out"
+            )
+        if self.follow and self.unit_order is not None:
+            raise ConfigError("--follow and --unit-order: each says the order of units; drop one")
+        for name in ("lr", "clip", "gamma", "rank_timeout"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"--{name} {value}: want a finite number above 0")
+                raise ConfigError(f"{flag(name)} {value}: want a finite number above 0")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"--{name} {getattr(self, name)}: want 0 or more, but below 1")
@@ -188,6 +231,7 @@ CHOICES = {
     "slot_weights": ("decay", "dpace"),
     "step": ("auto", "graph", "eager"),
     "attention": ("auto", "block", "flex", "dense"),
+    "reduce": ("auto", "bf16", "fp32"),
 }
 # Blocks that go through the drafter at once, at most, where nothing is said.
 MICROBATCH = {"cuda": 2048, "cpu": 256}
@@ -195,7 +239,8 @@ MICROBATCH = {"cuda": 2048, "cpu": 256}
 # Fields of FitConfig that a resumed run may change: the result stays the same up to rounding.
 SPEED_ONLY = (
     *("cache", "out", "anchor_microbatch", "loss_chunk", "checkpoint_every", "keep_last"),
-    *("log_every", "device", "step", "attention"),
+    *("keep_every", "log_every", "devices", "step", "attention", "reduce", "shard_optimizer"),
+    *("rank_timeout", "max_skipped", "trackers"),
 )
 
 

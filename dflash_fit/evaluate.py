@@ -29,6 +29,7 @@ from dflash_fit.prepare import load_frozen
 from dflash_fit.prompts import PromptSet, read_prompt_sets
 from dflash_fit.published import Published, load_drafter, refuse_other_copies
 from dflash_fit.step import Frozen, Pieces
+from dflash_fit.world import World
 
 # Options that a report repeats, since its figures say little without them.
 ASKED = (
@@ -72,7 +73,7 @@ def evaluate_offline(config: EvalConfig, folder: Path, cache: str) -> dict[str, 
         reader,
         documents,
         shape=batch_shape(drafter, tokens=budget, encoding=reader.identity.encoding),
-        device=device,
+        world=World.alone(device),
         anchor_group=ANCHOR_GROUP,
         pieces=Pieces(),
     )

@@ -4,8 +4,8 @@ Every supervised position is an anchor once; the chain of anchors is then walked
 On text that the target wrote greedily this is exactly what speculative decoding commits.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from dflash_cache.reader import CacheReader
+from dflash_cache.reader import Reader
 from dflash_fit.acceptance import Chain, leading_true, summarize, supervised_spans, walk
 from dflash_fit.anchors import candidates, fixed
 from dflash_fit.batch import Batch, BatchShape
@@ -23,6 +23,7 @@ from dflash_fit.loader import fill_documents
 from dflash_fit.loss import block_targets
 from dflash_fit.packing import Pack, plan_epoch
 from dflash_fit.step import Frozen, Pieces, project, run_blocks
+from dflash_fit.world import World
 
 HEAD_ROWS = 4096  # rows that go through the head at once
 
@@ -77,37 +78,60 @@ def choose_documents(
     return chosen
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a pack of documents was like."""
+
+    number: int
+    right: np.ndarray  # [B - 1] anchors whose slot was right
+    count: np.ndarray  # [B - 1] anchors whose slot counted
+    chains: list[Chain]
+
+
 def offline_acceptance(
     drafter: DFlashDraftModel,
     frozen: Frozen,
-    reader: CacheReader,
+    reader: Reader,
     documents: Sequence[int],
     *,
     shape: BatchShape,
-    device: torch.device,
+    world: World,
     anchor_group: int,
     pieces: Pieces,
+    progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Acceptance length of documents of a cache, and accuracy per slot over all positions."""
+    """Acceptance length of documents of a cache, and accuracy per slot over all positions.
+
+    The ranks of a world share the packs, and all get the same figures; all must call this.
+    `progress` is called after every pack.
+    """
     shape = replace(shape, final_hidden=False)  # what is right needs no teacher
-    layer_ids = drafter.config.target_layer_ids
     packs = plan_epoch(documents, reader.lengths, token_budget=shape.token_budget, seed=0, epoch=0)
-    chains: list[Chain] = []
-    right = np.zeros(shape.block_size - 1)
-    count = np.zeros(shape.block_size - 1)
     host = Batch.empty(shape, device=torch.device("cpu"))
-    batch = host if device.type == "cpu" else Batch.empty(shape, device=device)
-    for pack in tqdm(packs, desc="measure", unit="pack", leave=False, disable=None):
-        fill_documents(host, reader, pack, layer_ids=layer_ids)
+    batch = host if world.device.type == "cpu" else Batch.empty(shape, device=world.device)
+    mine: list[Measured] = []
+    numbers = range(world.rank, len(packs), world.size)
+    quiet = None if world.first else True
+    for number in tqdm(numbers, desc="measure", unit="pack", leave=False, disable=quiet):
+        pack = packs[number]
+        fill_documents(host, reader, pack, layer_ids=drafter.config.target_layer_ids)
         if batch is not host:
             batch.copy_(host)
         anchors = candidates(host.loss_mask.numpy(), host.document_ids.numpy())
         same, counted = slots_right(
             drafter, frozen, batch, anchors, group=anchor_group, pieces=pieces
         )
-        right += same.sum(axis=0)
-        count += counted.sum(axis=0)
-        chains += document_chains(host, pack, anchors, leading_true(same))
+        chains = list(document_chains(host, pack, anchors, leading_true(same)))
+        found = Measured(
+            number=number, right=same.sum(axis=0), count=counted.sum(axis=0), chains=chains
+        )
+        mine.append(found)
+        progress()
+    everybody = [found for theirs in world.gather(mine) for found in theirs]
+    every = sorted(everybody, key=lambda found: found.number)
+    chains = [chain for found in every for chain in found.chains]
+    right = np.sum([found.right for found in every], axis=0)
+    count = np.sum([found.count for found in every], axis=0)
     return {
         **summarize(chains, block_size=shape.block_size),
         "slot_accuracy": (right / np.maximum(count, 1)).tolist(),

@@ -3,41 +3,104 @@
 Letters: K target layers, T token slots, A anchors, B block size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from dflash_cache.devices import pick_device
 from dflash_cache.errors import ConfigError
-from dflash_cache.reader import CacheReader
+from dflash_cache.reader import Reader
 from dflash_cache.schema import FINAL_HIDDEN, TokenizerSpec
 from dflash_cache.vocabulary import refuse_bad_mask_token
 from dflash_fit.attention import DenseSight
 from dflash_fit.backends import refuse_attention, sight_maker
 from dflash_fit.batch import BatchShape
 from dflash_fit.config import BLOCK_SIZE, MICROBATCH, NUM_LAYERS, FitConfig
+from dflash_fit.course import Course, Lanes, Planned
 from dflash_fit.density import auto_anchors
 from dflash_fit.drafter import FULL, DFlashDraftModel, DrafterConfig
 from dflash_fit.errors import FitError
+from dflash_fit.follow import Followed
+from dflash_fit.gradients import Gradients, gradients_of
 from dflash_fit.graph import GraphStep, compiled
 from dflash_fit.loader import PackSource, refuse_long_documents, split_documents
+from dflash_fit.lookout import ORDER_FILE, read_order
 from dflash_fit.loss import Objective
 from dflash_fit.offline import choose_documents
 from dflash_fit.optim import AdamWConfig, FlatAdamW
 from dflash_fit.schedule import Schedule
 from dflash_fit.step import EagerStep, Frozen, Pieces, StepConfig, Trainer
 from dflash_fit.warm import Beginning, find_beginning, settled, sliding_layers
+from dflash_fit.world import World, own_client
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What a run will be, before anything of it takes memory or time."""
+
+    config: FitConfig
+    world: World
+    reader: Reader
+    drafter: DrafterConfig
+    beginning: Beginning | None
+    course: Course
+    training: list[int]  # documents
+    held_out: list[int]  # documents that are measured
+    captured: bool
+
+    @property
+    def packs(self) -> int:
+        """Of an update, over all ranks."""
+        assert self.config.packs_per_step is not None
+        return self.config.packs_per_step
+
+    @property
+    def lanes(self) -> Lanes:
+        return Lanes(packs=self.packs, rank=self.world.rank, world=self.world.size)
+
+    def source(self, config: FitConfig, *, course: Course | None = None) -> PackSource:
+        """The packs of this rank, with the anchors of `config`."""
+        final = [FINAL_HIDDEN] if config.loss == "kl" else []
+        return PackSource(
+            self.reader,
+            self.training,
+            layer_ids=[*self.drafter.target_layer_ids, *final],
+            shape=shape_for(config, self.drafter, self.reader),
+            seed=config.seed,
+            passes=config.passes_per_pack,
+            lanes=self.lanes,
+            course=course or self.course,
+        )
+
+    @cached_property
+    def steps(self) -> int:
+        """Updates of the whole run; packs that are too few for one more are left out.
+
+        Of the plan for a whole cache also where the first epoch takes units as they come: its
+        packs may be a few more or less, and the learning rate needs a number at the start.
+        """
+        config = self.config
+        every = planned(config, self.reader, self.training)
+        source = self.source(replace(config, anchors=1), course=every)
+        steps = source.steps(config.epochs, most=config.max_steps)
+        assert steps is not None
+        if steps == 0 and config.max_steps != 0:
+            packs = sum(every.length(epoch) for epoch in range(config.epochs))
+            raise FitError(
+                f"--packs-per-step {self.packs}: all epochs together have only {packs} packed "
+                "batches; lower it (the default is one for each GPU), or raise --epochs"
+            )
+        return steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Everything that lives as long as the training does."""
 
+    outline: Outline
     config: FitConfig
-    reader: CacheReader
     source: PackSource
-    held_out: list[int]
     drafter: DFlashDraftModel
     frozen: Frozen
     optimizer: FlatAdamW
@@ -46,90 +109,158 @@ class Run:
     group: int  # anchors measured at once
     step: EagerStep | GraphStep
     schedule: Schedule
-    device: torch.device
     steps: int
     training: dict[str, Any]
+
+    @property
+    def world(self) -> World:
+        return self.outline.world
+
+    @property
+    def reader(self) -> Reader:
+        return self.outline.reader
+
+    @property
+    def held_out(self) -> list[int]:
+        return self.outline.held_out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """What a run is made of, whatever the number of its anchors."""
 
-    reader: CacheReader
-    training: list[int]  # documents
+    outline: Outline
     drafter: DFlashDraftModel
     frozen: Frozen
     optimizer: FlatAdamW
     pieces: Pieces
-    device: torch.device
-
-    def source(self, config: FitConfig) -> PackSource:
-        final = [FINAL_HIDDEN] if config.loss == "kl" else []
-        return PackSource(
-            self.reader,
-            self.training,
-            layer_ids=[*self.drafter.config.target_layer_ids, *final],
-            shape=shape_for(config, self.drafter.config, self.reader),
-            seed=config.seed,
-            passes=config.passes_per_pack,
-        )
 
     def trainer(self, config: FitConfig) -> Trainer:
+        """One that trains on the packs of this rank."""
+        world = self.outline.world
+        packs = self.outline.lanes.turns
+        gradients = gradients_of(
+            self.optimizer.parameters,
+            world,
+            packs=self.outline.packs,
+            wire=PRECISIONS[precision_of_wire(config)],
+            sharded=config.shard_optimizer,
+        )
+        return self._trainer(config, packs, gradients)
+
+    def lone_trainer(self, config: FitConfig) -> Trainer:
+        """One that takes no other rank along, to be timed."""
+        return self._trainer(config, 1, None)
+
+    def _trainer(self, config: FitConfig, packs: int, gradients: Gradients | None) -> Trainer:
+        outline = self.outline
         settings = StepConfig(
-            shape=shape_for(config, self.drafter.config, self.reader),
+            shape=shape_for(config, outline.drafter, outline.reader),
             objective=Objective(
                 divergence=config.loss,
                 slot_weights=config.slot_weights,
                 gamma=config.decay_gamma,
             ),
-            anchor_microbatch=config.microbatch(self.device.type),
+            anchor_microbatch=config.microbatch(outline.world.device.type),
             loss_chunk=config.loss_chunk,
-            packs=config.packs_per_step,
+            packs=packs,
         )
-        return Trainer(self.drafter, self.frozen, self.optimizer, settings, self.pieces)
+        return Trainer(self.drafter, self.frozen, self.optimizer, settings, self.pieces, gradients)
 
 
-def prepare(config: FitConfig, reader: CacheReader) -> Run:
-    """Build drafter, optimizer, data and step; refuse what cannot work before anything runs."""
-    device = pick_device(config.device)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # kernels of our own run on the current one
-    captured = captures(config, device)
+def outline(config: FitConfig, reader: Reader, world: World) -> Outline:
+    """What a run will be; refuses what cannot work before anything is made."""
+    captured = captures(config, world.device)
     beginning = find_beginning(config, reader)
     config = settled(config, beginning)
-    drafter_config = beginning.config if beginning else drafter_config_for(config, reader)
-    refuse_what_cannot_run(config, reader, drafter_config, device, captured=captured)
+    if config.packs_per_step is None:
+        config = replace(config, packs_per_step=world.size)
+    drafter = beginning.config if beginning else drafter_config_for(config, reader)
+    refuse_what_cannot_run(config, reader, drafter, world, captured=captured)
     training, held_out = split_documents(reader, held_out=config.held_out)
-    drafter = new_drafter(drafter_config, seed=config.seed, device=device)
-    if beginning and beginning.tensors is not None:
-        drafter.load_state_dict(beginning.tensors, strict=True)
-    parts = make_parts(config, reader, drafter, training, device, captured=captured)
-    if config.anchors == "auto":
-        config = auto_anchors(config, parts.source, parts.trainer, device=device)
-    source, trainer = parts.source(config), parts.trainer(config)
-    steps = steps_of(config, source)
-    plain, group = for_measuring(config, device)
-    return Run(
+    return Outline(
         config=config,
+        world=world,
         reader=reader,
-        source=source,
+        drafter=drafter,
+        beginning=beginning,
+        course=course_of(config, reader, training, world),
+        training=training,
         held_out=choose_documents(held_out, reader.lengths, max_tokens=config.eval_tokens),
+        captured=captured,
+    )
+
+
+def prepare(outline: Outline) -> Run:
+    """Build drafter, optimizer, data and step."""
+    config, world = outline.config, outline.world
+    steps = outline.steps
+    parts = make_parts(outline)
+    if config.anchors == "auto":
+        config = world.share(measured_anchors(parts))  # every rank would measure something else
+        outline = replace(outline, config=config)
+        parts = replace(parts, outline=outline)
+    trainer = parts.trainer(config)
+    plain, group = for_measuring(config, world.device)
+    return Run(
+        outline=outline,
+        config=config,
+        source=outline.source(config),
         drafter=parts.drafter,
         frozen=parts.frozen,
         optimizer=parts.optimizer,
         trainer=trainer,
         plain=plain,
         group=group,
-        step=GraphStep(trainer) if captured else EagerStep(trainer),
+        step=GraphStep(trainer) if outline.captured else EagerStep(trainer),
         schedule=schedule_of(config, steps=steps),
-        device=device,
         steps=steps,
-        training=training_record(config, reader, beginning),
+        training=training_record(config, outline.reader, outline.beginning),
     )
 
 
+def measured_anchors(parts: Parts) -> FitConfig:
+    """The options with a number for the anchors, on rank 0."""
+    outline = parts.outline
+    if not outline.world.first:
+        return outline.config
+    with outline.world.pulse.resting():
+        return auto_anchors(
+            outline.config, outline.source, parts.lone_trainer, device=outline.world.device
+        )
+
+
+def course_of(config: FitConfig, reader: Reader, training: list[int], world: World) -> Course:
+    """Where packs come from: all planned at once, or in the first epoch unit by unit."""
+    if not config.follow and config.unit_order is None:
+        return planned(config, reader, training)
+    known = config.out / ORDER_FILE
+    order = known if known.is_file() else config.unit_order
+    return Followed(
+        reader,
+        training,
+        token_budget=config.token_budget,
+        seed=config.seed,
+        order=read_order(order, reader) if order and world.first else (),
+        store=own_client(world.store, "follow") if world.store and world.size > 1 else None,
+        first=world.first,
+    )
+
+
+def planned(config: FitConfig, reader: Reader, training: list[int]) -> Planned:
+    return Planned(training, reader.lengths, token_budget=config.token_budget, seed=config.seed)
+
+
+def precision_of_wire(config: FitConfig) -> str:
+    """In which gradients travel between GPUs."""
+    return config.precision if config.reduce == "auto" else config.reduce
+
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
 def dtype_of(config: FitConfig) -> torch.dtype:
-    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+    return PRECISIONS[config.precision]
 
 
 def captures(config: FitConfig, device: torch.device) -> bool:
@@ -141,12 +272,13 @@ def captures(config: FitConfig, device: torch.device) -> bool:
 
 def refuse_what_cannot_run(
     config: FitConfig,
-    reader: CacheReader,
+    reader: Reader,
     drafter: DrafterConfig,
-    device: torch.device,
+    world: World,
     *,
     captured: bool,
 ) -> None:
+    device = world.device
     if config.anchors != "auto":
         config.microbatch(device.type)
     refuse_attention(config.attention, device, drafter, dtype=dtype_of(config), compiled=captured)
@@ -154,25 +286,24 @@ def refuse_what_cannot_run(
     refuse_missing_teacher(config, reader)
 
 
-def make_parts(
-    config: FitConfig,
-    reader: CacheReader,
-    drafter: DFlashDraftModel,
-    training: list[int],
-    device: torch.device,
-    *,
-    captured: bool,
-) -> Parts:
+def make_parts(outline: Outline) -> Parts:
+    config, world, beginning = outline.config, outline.world, outline.beginning
     dtype = dtype_of(config)
-    plain = Pieces(sight=sight_maker(config.attention, device))
+    drafter = new_drafter(outline.drafter, seed=config.seed, device=world.device)
+    if beginning and beginning.tensors is not None:
+        drafter.load_state_dict(beginning.tensors, strict=True)
+    plain = Pieces(sight=sight_maker(config.attention, world.device))
     return Parts(
-        reader=reader,
-        training=training,
+        outline=outline,
         drafter=drafter,
-        frozen=load_frozen(reader, dtype=dtype, device=device),
-        optimizer=FlatAdamW(drafter, adamw_config(config), dtype=dtype),
-        pieces=compiled(plain) if captured else plain,
-        device=device,
+        frozen=load_frozen(outline.reader, dtype=dtype, device=world.device),
+        optimizer=FlatAdamW(
+            drafter,
+            adamw_config(config),
+            dtype=dtype,
+            sharing=world if config.shard_optimizer and world.distributed else None,
+        ),
+        pieces=compiled(plain) if outline.captured else plain,
     )
 
 
@@ -188,19 +319,7 @@ def for_measuring(config: FitConfig, device: torch.device) -> tuple[Pieces, int]
     return Pieces(sight=sight_maker(config.attention, device)), group
 
 
-def steps_of(config: FitConfig, source: PackSource) -> int:
-    """Updates of the whole run; packs that are too few for one more are left out."""
-    packs = source.steps(config.epochs)
-    if packs < config.packs_per_step:
-        raise FitError(
-            f"--packs-per-step {config.packs_per_step}: all epochs together have only {packs} "
-            "packed batches; lower it, or raise --epochs"
-        )
-    steps = packs // config.packs_per_step
-    return steps if config.max_steps is None else min(steps, config.max_steps)
-
-
-def refuse_missing_teacher(config: FitConfig, reader: CacheReader) -> None:
+def refuse_missing_teacher(config: FitConfig, reader: Reader) -> None:
     if config.loss == "kl" and FINAL_HIDDEN not in reader.identity.planes:
         raise FitError(
             f"{config.cache}: keeps no final hidden state, and --loss kl needs the target's "
@@ -208,7 +327,7 @@ def refuse_missing_teacher(config: FitConfig, reader: CacheReader) -> None:
         )
 
 
-def shape_for(config: FitConfig, drafter: DrafterConfig, reader: CacheReader) -> BatchShape:
+def shape_for(config: FitConfig, drafter: DrafterConfig, reader: Reader) -> BatchShape:
     assert isinstance(config.anchors, int), config.anchors
     return BatchShape(
         target_layers=len(drafter.target_layer_ids),
@@ -248,7 +367,7 @@ def adamw_config(config: FitConfig) -> AdamWConfig:
     )
 
 
-def drafter_config_for(config: FitConfig, reader: CacheReader) -> DrafterConfig:
+def drafter_config_for(config: FitConfig, reader: Reader) -> DrafterConfig:
     """The drafter's shape: what the options say, otherwise the target's."""
     identity, target = reader.identity, reader.identity.target_spec
     layer_ids = tuple(config.target_layers or identity.target_layer_ids)
@@ -297,7 +416,7 @@ def mask_token_for(config: FitConfig, tokenizer: TokenizerSpec, *, rows: int) ->
     return tokenizer.mask_token_id
 
 
-def load_frozen(reader: CacheReader, *, dtype: torch.dtype, device: torch.device) -> Frozen:
+def load_frozen(reader: Reader, *, dtype: torch.dtype, device: torch.device) -> Frozen:
     """Embedding and head on the device; a tied pair stays one tensor."""
     embedding, head = reader.frozen()
     tied = head is embedding
@@ -306,7 +425,7 @@ def load_frozen(reader: CacheReader, *, dtype: torch.dtype, device: torch.device
 
 
 def training_record(
-    config: FitConfig, reader: CacheReader, beginning: Beginning | None
+    config: FitConfig, reader: Reader, beginning: Beginning | None
 ) -> dict[str, Any]:
     """What a drafter folder says about where it comes from."""
     identity = reader.identity

@@ -5,7 +5,7 @@ GB are 10^9 bytes, as the cache stores them.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, Protocol
 
@@ -84,6 +84,18 @@ def read_gauge(counts: Counts, *, seconds: float) -> Reading:
         ),
         waiting=min(1.0, counts.idle / max(seconds, 1e-9)),
         reader_busy=min(1.0, counts.read_seconds / max(seconds, 1e-9)),
+    )
+
+
+def together(readings: Sequence[Reading]) -> Reading:
+    """One reading of ranks that read side by side: rates add up, and the slowest one counts."""
+    delivered = [r.gb_per_s_delivered for r in readings if r.gb_per_s_delivered is not None]
+    return Reading(
+        seconds=max(r.seconds for r in readings),
+        gb_per_s_needed=sum(r.gb_per_s_needed for r in readings),
+        gb_per_s_delivered=sum(delivered) if delivered else None,
+        waiting=max(r.waiting for r in readings),
+        reader_busy=max(r.reader_busy for r in readings),
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dflash_cache.config import flag
 from dflash_cache.errors import ConfigError
-from dflash_cache.reader import CacheReader
+from dflash_cache.reader import Reader
 from dflash_cache.vocabulary import refuse_bad_mask_token
 from dflash_fit.checkpoint import checkpoints, find_drafter
 from dflash_fit.config import BLOCK_SIZE, NUM_LAYERS, FitConfig
@@ -45,7 +45,7 @@ class Beginning:
     record: dict[str, Any]
 
 
-def find_beginning(config: FitConfig, reader: CacheReader) -> Beginning | None:
+def find_beginning(config: FitConfig, reader: Reader) -> Beginning | None:
     """The drafter of `--init-from`, checked against the cache and the options; None without one."""
     if config.init_from is None:
         return None
@@ -79,7 +79,7 @@ def settled(config: FitConfig, beginning: Beginning | None) -> FitConfig:
     )
 
 
-def refuse_other_target(config: DrafterConfig, reader: CacheReader, *, where: Path) -> None:
+def refuse_other_target(config: DrafterConfig, reader: Reader, *, where: Path) -> None:
     """Shapes and target layers must be those of the cache."""
     identity = reader.identity
     pairs = {
@@ -113,7 +113,7 @@ def refuse_other_shape(config: FitConfig, found: DrafterConfig) -> None:
             )
 
 
-def with_options(config: FitConfig, found: DrafterConfig, reader: CacheReader) -> DrafterConfig:
+def with_options(config: FitConfig, found: DrafterConfig, reader: Reader) -> DrafterConfig:
     """The folder's drafter, and what options change of it."""
     changes: dict[str, Any] = {}
     if config.block_size is not None:
@@ -134,7 +134,7 @@ def sliding_layers(count: int) -> tuple[str, ...]:
     return (SLIDING,) * (count - 1) + (FULL,)
 
 
-def refuse_unsafe_mask(drafter: DrafterConfig, config: FitConfig, reader: CacheReader) -> None:
+def refuse_unsafe_mask(drafter: DrafterConfig, config: FitConfig, reader: Reader) -> None:
     """The folder's mask token must be as safe with this tokenizer as one that is chosen for it."""
     tokenizer = reader.identity.tokenizer_spec
     try:

@@ -45,6 +45,12 @@ def fresh_compiler(request: pytest.FixtureRequest) -> None:
         torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def hasty_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads here how long a run will take."""
+    monkeypatch.setattr("dflash_fit.estimate.SECONDS", 0.01)
+
+
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"

@@ -7,7 +7,8 @@ import pytest
 import torch
 from conftest import tiny_build
 from reference import small
-from test_loop import final_state, losses, tiny_fit
+from test_loop import final_state, losses, prepared, tiny_fit
+from test_optim import state
 
 from dflash_cache.build import build_cache
 from dflash_cache.errors import ConfigError, DFlashError
@@ -62,7 +63,7 @@ def test_passes_multiply_the_steps_and_packs_divide_them(tiny_cache, tmp_path):
 
     def steps(**options):
         config = tiny_fit(tiny_cache, tmp_path, max_steps=None, **options)
-        return prepare.prepare(config, reader).steps
+        return prepared(config, reader).steps
 
     once = steps()
     assert steps(passes_per_pack=3) == 3 * once
@@ -223,7 +224,7 @@ def test_a_slow_reader_gets_more_anchors(tiny_cache, tmp_path, monkeypatch, caps
     for name, seconds in (("fast", 1e-9), ("slow", 1e9)):
         monkeypatch.setattr(density, "time_reading", lambda *_, s=seconds: (s, 90))
         config = tiny_fit(tiny_cache, tmp_path / name, anchors="auto", anchor_microbatch=8)
-        run = prepare.prepare(config, CacheReader(tiny_cache))
+        run = prepared(config, CacheReader(tiny_cache))
         chosen[name] = run.config.anchors
         assert run.source.shape.anchors == run.config.anchors
         assert run.trainer.config.shape.anchors == run.config.anchors
@@ -236,8 +237,8 @@ def test_a_slow_reader_gets_more_anchors(tiny_cache, tmp_path, monkeypatch, caps
 def test_measuring_leaves_no_trace(tiny_cache, tmp_path):
     config = tiny_fit(tiny_cache, tmp_path / "auto", anchors="auto", anchor_microbatch=4)
     reader = CacheReader(tiny_cache)
-    run = prepare.prepare(config, reader)
-    plain = prepare.prepare(run.config, reader)
-    for name, tensor in run.optimizer.state().items():
-        assert torch.equal(tensor, plain.optimizer.state()[name]), name
+    run = prepared(config, reader)
+    plain = prepared(run.config, reader)
+    for name, tensor in state(run.optimizer).items():
+        assert torch.equal(tensor, state(plain.optimizer)[name]), name
     assert bool(run.optimizer.armed)

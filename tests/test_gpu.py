@@ -1,11 +1,15 @@
 """The same results on a GPU as on the CPU, which the other tests check against oracles."""
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_build
+from conftest import chat_rows, tiny_build, write_jsonl
 from test_loop import losses, tiny_fit
+from torch.distributed import HashStore
 
 from dflash_cache.build import build_cache
 from dflash_cache.config import ENCODING_NAMES
@@ -14,6 +18,7 @@ from dflash_cache.reader import CacheReader
 from dflash_fit import loop
 from dflash_fit.config import EvalConfig
 from dflash_fit.evaluate import evaluate_drafter
+from dflash_fit.world import meet
 
 # The compiler warns of itself.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -21,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 def gpu_fit(cache, out, **changes):
     """A captured run; the kernels want heads of at least 16 channels."""
-    return tiny_fit(cache, out, **{"device": "cuda", "head_dim": 16, **changes})
+    return tiny_fit(cache, out, **{"devices": "cuda", "head_dim": 16, **changes})
 
 
 def lines(run, kind):
@@ -55,7 +60,7 @@ def test_a_run_is_captured_once_compiles_nothing_later_and_says_so(tiny_cache, t
 def test_a_run_on_the_gpu_with_such_options_follows_the_cpu(tiny_cache, tmp_path, options):
     loop.fit(gpu_fit(tiny_cache, tmp_path / "cuda", **options))
     loop.fit(
-        gpu_fit(tiny_cache, tmp_path / "cpu", **{**options, "device": "cpu", "attention": "auto"})
+        gpu_fit(tiny_cache, tmp_path / "cpu", **{**options, "devices": "cpu", "attention": "auto"})
     )
     found, wanted = losses(tmp_path / "cuda"), losses(tmp_path / "cpu")
     for (_, loss, _), (_, cpu_loss, _) in zip(found, wanted, strict=True):
@@ -73,7 +78,7 @@ def test_a_run_on_the_gpu_follows_the_run_on_the_cpu(tiny_target, tiny_data, tmp
     cache = tmp_path / "cache"
     build_cache(tiny_build(tiny_target, tiny_data, cache, encoding=encoding))
     for device in ("cpu", "cuda"):
-        loop.fit(gpu_fit(cache, tmp_path / device, device=device))
+        loop.fit(gpu_fit(cache, tmp_path / device, devices=device))
     found, wanted = losses(tmp_path / "cuda"), losses(tmp_path / "cpu")
     assert [step for step, _, _ in found] == [step for step, _, _ in wanted]
     for (_, loss, norm), (_, cpu_loss, cpu_norm) in zip(found, wanted, strict=True):
@@ -111,8 +116,6 @@ def test_a_cache_built_on_the_gpu_holds_the_states_of_the_cpu(
 
 
 def test_decoding_on_the_gpu_is_identical_to_greedy(tiny_cache, tiny_target, tmp_path):
-    from conftest import chat_rows, write_jsonl
-
     loop.fit(gpu_fit(tiny_cache, tmp_path / "run", max_steps=30, epochs=20))
     report = evaluate_drafter(
         EvalConfig(
@@ -125,3 +128,53 @@ def test_decoding_on_the_gpu_is_identical_to_greedy(tiny_cache, tiny_target, tmp
     )
     assert report["identical_to_greedy"] is True
     assert report["acceptance_length"] == pytest.approx(report["offline_acceptance_length"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packs_per_step": 3},
+        {"reduce": "fp32", "precision": "bf16"},
+        # In bf16 the sum of several packs would be rounded on its way.
+        {"packs_per_step": 2, "precision": "bf16", "reduce": "fp32"},
+        {"shard_optimizer": True},
+        {"shard_optimizer": True, "packs_per_step": 2, "precision": "bf16", "reduce": "fp32"},
+    ],
+    ids=str,
+)
+def test_a_world_of_one_reduces_inside_the_graph_and_changes_no_bit(tiny_cache, tmp_path, options):
+    alone = gpu_fit(tiny_cache, tmp_path / "alone", **options)
+    loop.fit(alone)
+    store = HashStore()
+    world = meet(store, device=torch.device("cuda", 0))
+    try:
+        config = replace(alone, out=tmp_path / "reduced")
+        assert loop.train_in(world, config)["finished"]
+    finally:
+        world.part()
+    assert [line["recompiles"] for line in lines(config.out, "train")] == [0] * 10
+    assert losses(config.out) == losses(alone.out)
+
+
+def test_a_builder_and_a_trainer_that_follows_it_share_the_gpu(tiny_target, tmp_path):
+    data = write_jsonl(tmp_path / "data.jsonl", chat_rows(300, seed=8))
+    cache = tmp_path / "cache"
+    config = gpu_fit(cache, tmp_path / "run", follow=True, packs_per_step=2, max_steps=60, epochs=3)
+    words = ["cache", "build", "--target", tiny_target, "--data", data, "--out", cache]
+    words += ["--num-target-layers", 3, "--bucket-edges", "48,96,160", "--unit-tokens", 400]
+    words += ["--batch-tokens", 512, "--agreement-samples", 0, "--devices", "cuda"]
+    program = "from dflash_cli.main import main; main()"
+    builder = subprocess.Popen([sys.executable, "-c", program, *map(str, words)])
+    try:
+        assert loop.fit(config)["finished"]
+        assert builder.wait(timeout=120) == 0
+    finally:
+        builder.kill()
+        builder.wait()
+    order = config.out / "followed.json"
+    sealed = replace(config, out=tmp_path / "sealed", follow=False, unit_order=order)
+    loop.fit(sealed)
+    assert [loss for _, loss, _ in losses(config.out)] == pytest.approx(
+        [loss for _, loss, _ in losses(sealed.out)], rel=1e-4
+    )

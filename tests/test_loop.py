@@ -19,12 +19,14 @@ from dflash_cache.build import build_cache
 from dflash_cache.config import ENCODING_NAMES
 from dflash_cache.errors import ConfigError, DiskFullError
 from dflash_cache.reader import CacheReader
-from dflash_fit import checkpoint, loop, prepare
+from dflash_fit import checkpoint, joint, loop, prepare
 from dflash_fit.batch import Batch
 from dflash_fit.config import FitConfig
+from dflash_fit.course import Position
 from dflash_fit.errors import FitError, RunFolderError
 from dflash_fit.feed import Feed
-from dflash_fit.loader import PackSource, Position, split_documents
+from dflash_fit.loader import PackSource, split_documents
+from dflash_fit.world import World
 
 
 def tiny_fit(cache: Path, out: Path, **changes) -> FitConfig:
@@ -43,9 +45,14 @@ def tiny_fit(cache: Path, out: Path, **changes) -> FitConfig:
         "eval_every": 100,
         "checkpoint_every": 100,
         "log_every": 1,
-        "device": "cpu",
+        "devices": "cpu",
     }
     return FitConfig(cache=str(cache), out=out, **{**options, **changes})
+
+
+def prepared(config: FitConfig, reader: CacheReader) -> prepare.Run:
+    """Everything that a run on the CPU alone needs."""
+    return prepare.prepare(prepare.outline(config, reader, World.alone(torch.device("cpu"))))
 
 
 def losses(run: Path) -> list[tuple[int, float, float]]:
@@ -142,19 +149,19 @@ def test_a_full_disk_keeps_the_checkpoints_and_the_run_goes_on_later(
     tiny_cache, tmp_path, ten_steps, monkeypatch
 ):
     config = tiny_fit(tiny_cache, tmp_path / "run", checkpoint_every=4)
-    real = checkpoint.save_file
+    real = joint.write_tensors
 
-    def full(tensors, path, *rest, **more):
+    def full(path, *rest, **more):
         if "step_00000008" in str(path):
             raise OSError(28, "No space left on device")
-        return real(tensors, path, *rest, **more)
+        return real(path, *rest, **more)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(joint, "write_tensors", full)
     with pytest.raises(DiskFullError, match="the disk is full"):
         loop.fit(config)
     assert checkpoint.checkpoints(config.out)[-1].name == "step_00000004"
     assert not list(config.out.rglob("*.partial"))
-    monkeypatch.setattr(checkpoint, "save_file", real)
+    monkeypatch.setattr(joint, "write_tensors", real)
     loop.fit(config)
     assert losses(config.out) == losses(ten_steps)
 
@@ -163,8 +170,9 @@ def test_a_full_disk_keeps_the_checkpoints_and_the_run_goes_on_later(
 def test_a_signal_saves_and_exits_with_zero(tiny_cache, tmp_path, number):
     out = tmp_path / "run"
     words = ["fit", "--cache", tiny_cache, "--out", out, "--num-layers", 1, "--block-size", 4]
-    words += ["--token-budget", 256, "--anchors", 16, "--anchor-microbatch", 16, "--device", "cpu"]
-    words += ["--epochs", 100000, "--max-steps", 1000000, "--held-out", 0.2, "--log-every", 1]
+    words += ["--token-budget", 256, "--anchors", 16, "--anchor-microbatch", 16]
+    words += ["--devices", "cpu"]
+    words += ["--epochs", 2000, "--held-out", 0.2, "--log-every", 1]
     program = "from dflash_cli.main import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", program, *map(str, words)],
@@ -258,7 +266,7 @@ def test_other_options_are_refused_in_a_run_folder(ten_steps, tiny_cache, change
 def test_options_that_change_only_speed_may_change(tiny_cache, tmp_path):
     config = tiny_fit(tiny_cache, tmp_path / "run", max_steps=2)
     loop.fit(config, stop=lambda step: step == 1)
-    others = {"anchor_microbatch": 16, "step": "eager", "attention": "dense", "device": "cpu:0"}
+    others = {"anchor_microbatch": 16, "step": "eager", "attention": "dense", "devices": "cpu"}
     changed = replace(config, loss_chunk=7, log_every=5, keep_last=1, **others)
     assert loop.fit(changed)["finished"]
 
@@ -329,8 +337,8 @@ def test_a_mask_token_that_ruins_serving_is_refused(tiny_cache, tmp_path, wanted
 def test_a_batch_that_is_not_finite_is_skipped_and_counted(tiny_cache, tmp_path, monkeypatch):
     real = PackSource.fill
 
-    def poisoned(self, batch, position):
-        real(self, batch, position)
+    def poisoned(self, batch, position, lane):
+        real(self, batch, position, lane)
         if position == Position(epoch=0, index=1, turn=0):
             batch.hidden.fill_(float("nan"))
         return batch
@@ -339,6 +347,29 @@ def test_a_batch_that_is_not_finite_is_skipped_and_counted(tiny_cache, tmp_path,
     summary = loop.fit(tiny_fit(tiny_cache, tmp_path / "run", max_steps=4))
     assert summary["skipped_updates"] == 1
     assert all(torch.isfinite(t).all() for t in final_state(tmp_path / "run").values())
+
+
+def test_a_run_that_learns_nothing_ends_and_its_checkpoints_are_as_good_as_before(
+    tiny_cache, tmp_path, monkeypatch
+):
+    config = tiny_fit(tiny_cache, tmp_path / "run", max_skipped=3, checkpoint_every=2)
+    loop.fit(config, stop=lambda step: step == 2)
+    before = final_state(config.out)
+    real = PackSource.fill
+
+    def poisoned(self, batch, position, lane):
+        real(self, batch, position, lane)
+        batch.hidden.fill_(float("nan"))
+        return batch
+
+    monkeypatch.setattr(PackSource, "fill", poisoned)
+    with pytest.raises(FitError, match="in 3 updates in a row, up to step 5"):
+        loop.fit(config)
+    assert checkpoint.checkpoints(config.out)[-1].name == "step_00000004"
+    after = final_state(config.out)
+    counted = {"skipped", "skipped_in_a_row"}
+    assert all(torch.equal(before[name], after[name]) for name in before.keys() - counted)
+    assert (int(after["skipped"]), int(after["skipped_in_a_row"])) == (2, 2)
 
 
 def test_a_conversation_is_never_split_between_training_and_held_out(tiny_cache):
@@ -353,14 +384,14 @@ def test_a_conversation_is_never_split_between_training_and_held_out(tiny_cache)
 
 def test_the_loader_gives_the_same_batches_from_any_position(tiny_cache):
     reader = CacheReader(tiny_cache)
-    run = prepare.prepare(tiny_fit(tiny_cache, Path("unused")), reader)
+    run = prepared(tiny_fit(tiny_cache, Path("unused")), reader)
 
     def tokens(position: Position, steps: int) -> list[tuple[list[int], list[int]]]:
-        with Feed(run.source, position, steps=steps, device=run.device) as feed:
-            return [(b.input_ids.tolist(), b.anchor_positions.tolist()) for b, _ in feed]
+        with Feed(run.source, position, steps=steps, device=run.world.device) as feed:
+            return [(b.input_ids.tolist(), b.anchor_positions.tolist()) for b, _, _ in feed]
 
     whole = tokens(Position(epoch=0, index=0, turn=0), 8)
-    packs = len(run.source.plan(0))
+    packs = run.source.course.length(0)
     assert whole[3:] == tokens(Position(epoch=3 // packs, index=3 % packs, turn=0), 5)
 
 
@@ -374,14 +405,14 @@ def test_a_batch_holds_what_the_cache_holds_and_padding_is_marked(
         build_cache(tiny_build(tiny_target, tiny_data, cache, encoding=encoding))
     reader = CacheReader(cache)
     assert reader.identity.encoding == encoding
-    run = prepare.prepare(tiny_fit(cache, Path("unused")), reader)
-    batch = Batch.empty(run.source.shape, device=run.device)
+    run = prepared(tiny_fit(cache, Path("unused")), reader)
+    batch = Batch.empty(run.source.shape, device=run.world.device)
     layer_ids = run.drafter.config.target_layer_ids
     for number in range(3):
         for part in batch.parts.values():
             part.view(torch.uint8).fill_(0xFF)  # NaN: what an earlier batch may have left
         run.source.fill(batch, Position(epoch=0, index=number, turn=0))
-        pack = run.source.plan(0)[number]
+        pack = run.source.course.pack(0, number)
         covered = torch.zeros(len(batch.input_ids), dtype=torch.bool)
         for index, (document, start) in enumerate(zip(pack.documents, pack.starts, strict=True)):
             ids, mask = reader.tokens(document)

@@ -19,10 +19,10 @@ from drafter_folders import (
     write,
 )
 from safetensors.torch import load_file
-from test_loop import final_state, losses, tiny_fit
+from test_loop import final_state, losses, prepared, tiny_fit
 
 from dflash_cache.reader import CacheReader
-from dflash_fit import loop, prepare
+from dflash_fit import loop
 from dflash_fit.checkpoint import find_drafter
 from dflash_fit.config import EvalConfig, ExportConfig
 from dflash_fit.drafter import DrafterConfig
@@ -283,7 +283,7 @@ def test_steps_from_a_published_folder_equal_those_from_the_run_itself(
 
 def test_the_first_weights_are_the_folders_and_not_random(tiny_cache, native, tmp_path):
     config = warm(tiny_cache, tmp_path / "run", native)
-    made = prepare.prepare(config, CacheReader(tiny_cache))
+    made = prepared(config, CacheReader(tiny_cache))
     for name, tensor in load_file(native / "model.safetensors").items():
         assert torch.equal(made.drafter.state_dict()[name], tensor)
 
@@ -319,7 +319,7 @@ def test_a_run_that_began_with_one_does_not_go_on_without_saying_so(tiny_cache, 
 
 def test_what_no_option_says_is_the_folders(tiny_cache, tmp_path):
     folder = random_folder(tmp_path / "folder", SLIDING | {"rope_theta": 5e5, "block_size": 6})
-    made = prepare.prepare(warm(tiny_cache, tmp_path / "run", folder), CacheReader(tiny_cache))
+    made = prepared(warm(tiny_cache, tmp_path / "run", folder), CacheReader(tiny_cache))
     assert made.drafter.config == read_published(folder).config
     assert (made.config.block_size, made.config.num_layers) == (6, 2)
     assert made.trainer.config.shape.block_size == 6
@@ -330,7 +330,7 @@ def test_options_that_change_no_shape_win_over_the_folder(tiny_cache, tmp_path):
     folder = random_folder(tmp_path / "folder", SETTINGS)
     options = {"block_size": 8, "sliding_window": 9, "mask_token_id": 308}
     config = warm(tiny_cache, tmp_path / "run", folder, **options)
-    made = prepare.prepare(config, CacheReader(tiny_cache)).drafter.config
+    made = prepared(config, CacheReader(tiny_cache)).drafter.config
     assert (made.block_size, made.sliding_window, made.mask_token_id) == (8, 9, 308)
     assert made.layer_types == ("sliding_attention", "full_attention")
 

@@ -94,7 +94,7 @@ def real_run(real_cache, tmp_path_factory) -> Path:
         beta2=0.95,
         held_out=0.1,
         eval_every=1000,
-        device="cpu",
+        devices="cpu",
     )
     loop.fit(config)
     return out

@@ -37,6 +37,9 @@ EXTRACT = {
     "padding_share": (at_most, 0.05),
 }
 
+# A process group of one on one H200: what the all-reduce in the graph adds to a step.
+RANKS = {"reduce_over_alone": (at_most, 1.02), "reduce_over_alone_T4096_A512": (at_most, 1.02)}
+
 
 def test_the_table_of_decoded_prompts_is_what_was_measured():
     readme = (RESULTS.parents[1] / "README.md").read_text()
@@ -62,6 +65,12 @@ def test_the_step_is_as_fast_as_we_want_it(key):
 def test_a_build_is_as_fast_as_the_forward_of_its_target(key):
     compare, bound = EXTRACT[key]
     assert compare(figures("extract-h200.json")[key], bound)
+
+
+@pytest.mark.parametrize("key", RANKS)
+def test_an_all_reduce_in_the_graph_costs_a_world_of_one_nothing(key):
+    compare, bound = RANKS[key]
+    assert compare(figures("ranks-h200.json")[key], bound)
 
 
 def test_every_result_says_where_it_comes_from():

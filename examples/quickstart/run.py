@@ -66,7 +66,9 @@ def quickstart(work: Path, device: str) -> bool:
     dflash("cache", "build", *data, *CACHE_OPTIONS, "--devices", device)
 
     def fit(out: Path, *more: str) -> dict[str, Any]:
-        return dflash("fit", "--cache", cache, "--out", out, *FIT_OPTIONS, *on, *more)
+        return dflash(
+            "fit", "--cache", cache, "--out", out, *FIT_OPTIONS, "--devices", device, *more
+        )
 
     def decode(drafter: Path, limit: int) -> dict[str, Any]:
         with_target = ["--target", target, "--prompts", prompts, "--max-prompts", str(limit)]
