@@ -19,7 +19,7 @@ from dflash_cache.config import (
     InspectDataConfig,
     flag,
 )
-from dflash_fit.config import EvalConfig, ExportConfig, FitConfig
+from dflash_fit.config import EvalConfig, ExportConfig, FitConfig, ReportConfig
 
 from .eval_tables import decoding_tables
 from .options import config_options, make_config
@@ -220,6 +220,21 @@ def export(as_json: bool, **typed: Any) -> None:
     from dflash_fit import export as exporting
 
     show(exporting.export(config), as_json=as_json)
+
+
+@main.command("report")
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@config_options(ReportConfig, skip=("runs",))
+@json_option
+def report(as_json: bool, **typed: Any) -> None:
+    """Write a page about runs: curves, acceptance by slot, roofline, options, sweep table.
+
+    RUNS are run folders, or folders that hold some, such as a sweep's.
+    """
+    config = make_config(ReportConfig, typed)
+    from dflash_fit import report as reporting
+
+    show(reporting.write_report(config), as_json=as_json)
 
 
 def quiet_libraries() -> None:

@@ -133,10 +133,14 @@ class Reader(ABC):
         starts: Sequence[int],
         layer_ids: Sequence[int | str],
         into: Buffers,
+        *,
+        order: tuple[int, int] | None = None,
     ) -> None:
         """Read samples into `into`, each from its row of `starts` on; parallel, and checked.
 
         `layer_ids` are K target layers, or FINAL_HIDDEN.  The rest of the buffers is left alone.
+        `order` is epoch and number of the pack that these samples are in a training; a reader that
+        several trainings share goes by it.
         """
         planes = [self._plane(layer_id) for layer_id in layer_ids]
         tasks = [

@@ -42,6 +42,7 @@ BEFORE = {
     "slot_weights": "decay",
     "follow": False,
     "unit_order": None,
+    "data_seed": None,
 }
 # Options of before, by other names now; what they said does not change the result.
 GONE = ("device",)

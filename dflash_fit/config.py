@@ -93,6 +93,9 @@ class FitConfig:
     held_out: float = option(0.05, "Share of conversations that never train.")
     precision: str = option("bf16", "Weights and arithmetic: bf16 (with fp32 masters) or fp32.")
     seed: int = option(0, "Seed of initial weights, packs and anchors.")
+    data_seed: int | None = option(
+        None, "Seed of the packs, where runs with other weights should see the same ones."
+    )
     eval_every: int = option(500, "Steps between measurements on the held-out samples.")
     eval_tokens: int = option(200_000, "Held-out tokens measured each time, at most.")
     max_skipped: int = option(
@@ -188,9 +191,10 @@ class FitConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"--{name} {getattr(self, name)}: want 0 or more, but below 1")
-        for name in ("weight_decay", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)}: want 0 or more")
+        for name in ("weight_decay", "seed", "data_seed"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"{flag(name)} {value}: want 0 or more")
 
     def refuse_uneven_parts(self) -> None:
         assert isinstance(self.anchors, int), self.anchors
@@ -213,6 +217,10 @@ class FitConfig:
                 f"small to be fast; take a multiple of {most}"
             )
         return size
+
+    @property
+    def seed_of_packs(self) -> int:
+        return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def decay_gamma(self) -> float:
@@ -339,3 +347,25 @@ EXPORT_CHOICES = {
     "for_": ("all", "transformers", "sglang", "vllm"),
     "format": ("dflash", "speculators"),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """What `dflash report` writes."""
+
+    runs: tuple[Path, ...] = required("Runs, or folders that hold some, such as a sweep's.")
+    out: Path = option(Path("report.html"), "The page.")
+    png: bool = option(False, "Also write its charts as a picture beside it.")
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ConfigError("no run given; name one or more run folders")
+        if self.out.is_dir() or not self.out.absolute().parent.is_dir():
+            raise ConfigError(f"--out {self.out}: want a file in a folder that exists")
+        if self.png and self.beside == self.out:
+            raise ConfigError(f"--out {self.out}: that is the picture's name; end it in .html")
+
+    @property
+    def beside(self) -> Path:
+        """The picture."""
+        return self.out.with_suffix(".png")

@@ -53,9 +53,17 @@ def refuse_long_documents(reader: Reader, *, token_budget: int) -> None:
 
 
 def fill_documents(
-    batch: Batch, reader: Reader, pack: Pack, *, layer_ids: Sequence[int | str]
+    batch: Batch,
+    reader: Reader,
+    pack: Pack,
+    *,
+    layer_ids: Sequence[int | str],
+    order: tuple[int, int] | None = None,
 ) -> None:
-    """Read the documents of a pack into a host batch; the rest becomes padding, zeros and all."""
+    """Read the documents of a pack into a host batch; the rest becomes padding, zeros and all.
+
+    `order` is epoch and number of a pack that is trained on.
+    """
     reader.open_units(pack.documents)
     lengths = [reader.lengths[document] for document in pack.documents]
     _place(batch, pack.starts, lengths)
@@ -65,7 +73,7 @@ def fill_documents(
     for document, start, length in zip(pack.documents, pack.starts, lengths, strict=True):
         ids_T[start : start + length], mask_T[start : start + length] = reader.tokens(document)
     _clear_padding(batch, pack.starts, lengths)
-    reader.read_documents(pack.documents, pack.starts, layer_ids, batch.parts)
+    reader.read_documents(pack.documents, pack.starts, layer_ids, batch.parts, order=order)
     channels = reader.channels(layer_ids)
     if channels is not None:
         batch.channels.copy_(channels)
@@ -192,8 +200,9 @@ class PackSource:
         if lane is None:
             clear(batch)
         else:
-            pack = self.pack_of(position, lane)
-            fill_documents(batch, self.reader, pack, layer_ids=self.layer_ids)
+            at = self._at(position, lane)
+            pack, order = self.course.pack(at.epoch, at.index), (at.epoch, at.index)
+            fill_documents(batch, self.reader, pack, layer_ids=self.layer_ids, order=order)
         return self.draw(batch, position, lane)
 
     def draw(self, batch: Batch, position: Position, lane: int | None = 0) -> Batch:

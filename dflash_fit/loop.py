@@ -20,6 +20,7 @@ from dflash_cache.devices import gpus_here, group_of_rank, worker_groups
 from dflash_cache.disk import full_disk_is_told
 from dflash_cache.errors import ConfigError, DFlashError
 from dflash_cache.growing import open_cache
+from dflash_cache.reader import Reader
 from dflash_fit import checkpoint
 from dflash_fit.agreement import Agreement
 from dflash_fit.checkpoint import START, RunState
@@ -100,11 +101,25 @@ def device_of_rank(config: FitConfig, rank: ranks.Rank) -> str:
     return device
 
 
-def train_in(world: World, config: FitConfig, *, stop: Stop = never) -> dict[str, Any]:
-    """The whole run, by one of the ranks that train together."""
+def reader_of(config: FitConfig) -> Reader:
+    return open_cache(config.cache, follow=config.follow)
+
+
+def train_in(
+    world: World,
+    config: FitConfig,
+    *,
+    stop: Stop = never,
+    halt: int | None = None,
+    open_reader: Callable[[FitConfig], Reader] = reader_of,
+) -> dict[str, Any]:
+    """The whole run, by one of the ranks that train together.
+
+    `halt` is a step after which it ends for now, measured and saved.
+    """
     config = world.share(checkpoint.as_begun(config) if world.first else config)
     with world.pulse.resting():
-        reader = open_cache(config.cache, follow=config.follow)
+        reader = open_reader(config)
         plan = outline(config, reader, world)
     with followed(plan), stop_signals(plan) as asked:
         with world.pulse.resting():
@@ -129,6 +144,7 @@ def train_in(world: World, config: FitConfig, *, stop: Stop = never) -> dict[str
                     agreement=Agreement(world),
                     trackers=trackers,
                     stop=lambda step: asked() or stop(step),
+                    halt=run.steps if halt is None else min(halt, run.steps),
                 )
                 state = state or measure(life, START)
                 state = train(life, state)
@@ -145,6 +161,7 @@ class Life:
     agreement: Agreement
     trackers: Trackers
     stop: Stop  # this rank's wish
+    halt: int  # the step that is the last for now
 
     def tell(self, line: dict[str, Any]) -> None:
         """Into metrics.jsonl and wherever else numbers go, by rank 0."""
@@ -226,7 +243,7 @@ def train(life: Life, state: RunState) -> RunState:
         unit="step",
         disable=None if world.first else True,
     )
-    steps = run.steps - state.step
+    steps = max(0, life.halt - state.step)
     with Feed(run.source, state.position, steps=steps, device=world.device) as feed, bar:
         gauge = Gauge(feed)
         for batch, turn, behind in patiently(feed, run):
@@ -241,7 +258,7 @@ def train(life: Life, state: RunState) -> RunState:
                 continue
             state = replace(state, step=state.step + 1, **asdict(behind))
             bar.update()
-            last = state.step == run.steps
+            last = state.step == life.halt
             if state.step % config.log_every == 0 or last:
                 log(life, state, lr, gauge, bar)
             if state.step % config.eval_every == 0 or last:
@@ -307,6 +324,8 @@ def log(life: Life, state: RunState, lr: float, gauge: Gauge, bar: "tqdm[Any]") 
         **reading.to_dict(),
         **(run.step.counts() if isinstance(run.step, GraphStep) else {}),
         "ranks": run.world.size,
+        "steps": run.steps,
+        **memory(run.world),
         "skipped_updates": int(run.optimizer.skipped),
     }
     life.tell(line)
@@ -316,6 +335,13 @@ def log(life: Life, state: RunState, lr: float, gauge: Gauge, bar: "tqdm[Any]") 
         refresh=False,
     )
     refuse_endless_skips(run, state)
+
+
+def memory(world: World) -> dict[str, float]:
+    """Of the device of rank 0, where it has its own."""
+    if world.device.type != "cuda":
+        return {}
+    return {"memory_gb": torch.cuda.max_memory_reserved(world.device) / 1e9}
 
 
 def refuse_endless_skips(run: Run, state: RunState) -> None:

@@ -19,6 +19,7 @@ from dflash_fit.acceptance import Chain, leading_true, summarize, supervised_spa
 from dflash_fit.anchors import candidates, fixed
 from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.drafter import DFlashDraftModel
+from dflash_fit.figures import ratio_error
 from dflash_fit.loader import fill_documents
 from dflash_fit.loss import block_targets
 from dflash_fit.packing import Pack, plan_epoch
@@ -134,9 +135,16 @@ def offline_acceptance(
     count = np.sum([found.count for found in every], axis=0)
     return {
         **summarize(chains, block_size=shape.block_size),
+        "acceptance_error": standard_error(chains),
         "slot_accuracy": (right / np.maximum(count, 1)).tolist(),
         "documents": len(chains),
     }
+
+
+def standard_error(chains: Sequence[Chain]) -> float | None:
+    """Of the acceptance length, over texts; None for fewer than two."""
+    passed = [chain for chain in chains if chain.committed]
+    return ratio_error([sum(c.committed) for c in passed], [len(c.committed) for c in passed])
 
 
 def document_chains(

@@ -240,7 +240,7 @@ def course_of(config: FitConfig, reader: Reader, training: list[int], world: Wor
         reader,
         training,
         token_budget=config.token_budget,
-        seed=config.seed,
+        seed=config.seed_of_packs,
         order=read_order(order, reader) if order and world.first else (),
         store=own_client(world.store, "follow") if world.store and world.size > 1 else None,
         first=world.first,
@@ -248,7 +248,9 @@ def course_of(config: FitConfig, reader: Reader, training: list[int], world: Wor
 
 
 def planned(config: FitConfig, reader: Reader, training: list[int]) -> Planned:
-    return Planned(training, reader.lengths, token_budget=config.token_budget, seed=config.seed)
+    return Planned(
+        training, reader.lengths, token_budget=config.token_budget, seed=config.seed_of_packs
+    )
 
 
 def precision_of_wire(config: FitConfig) -> str:

@@ -11,7 +11,14 @@ from dflash_cache.config import AnswersConfig, BuildConfig, InspectDataConfig
 from dflash_cache.errors import ConfigError
 from dflash_cli.main import main
 from dflash_cli.options import described, flag, make_config
-from dflash_fit.config import CHOICES, SPEED_ONLY, EvalConfig, ExportConfig, FitConfig
+from dflash_fit.config import (
+    CHOICES,
+    SPEED_ONLY,
+    EvalConfig,
+    ExportConfig,
+    FitConfig,
+    ReportConfig,
+)
 from dflash_fit.loss import DIVERGENCES, SLOT_WEIGHTS
 
 COMMANDS = {
@@ -21,6 +28,7 @@ COMMANDS = {
     ("fit",): FitConfig,
     ("eval",): EvalConfig,
     ("export",): ExportConfig,
+    ("report",): ReportConfig,
 }
 NOT_FIELDS = {"config_file", "as_json", "dry_run"}
 
