@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dflash_cache import ranks
+from dflash_cache import lock, ranks
 from dflash_cache.devices import gpus_here, group_of_rank, worker_groups
 from dflash_cache.disk import full_disk_is_told
 from dflash_cache.errors import ConfigError, DFlashError
@@ -129,8 +129,8 @@ def train_in(
             if world.first and config.anchors == "auto":
                 tell_before(run.outline)
         # Only now: a run that could not be prepared leaves no folder behind.
-        open_run(run)
         with (
+            opened(run),
             full_disk_is_told(config.out, "Earlier checkpoints are kept."),
             Saver(
                 config.out, world, keep_last=config.keep_last, keep_every=config.keep_every
@@ -186,13 +186,17 @@ def summary(run: Run, state: RunState) -> dict[str, Any]:
     }
 
 
-def open_run(run: Run) -> None:
-    """Rank 0 makes the run folder, or checks it; the others see it afterwards."""
-    if run.world.first:
-        checkpoint.open_run(run.config, identity=run.reader.identity)
-        if isinstance(run.outline.course, Followed):
-            run.outline.course.keep_order(run.config.out / ORDER_FILE)
-    run.world.barrier()
+@contextmanager
+def opened(run: Run) -> Iterator[None]:
+    """Rank 0 makes the run folder, or checks it, and keeps others off; the rest see it then."""
+    with ExitStack() as held:
+        if run.world.first:
+            held.enter_context(lock.held(run.config.out, doing="dflash fit"))
+            checkpoint.open_run(run.config, identity=run.reader.identity)
+            if isinstance(run.outline.course, Followed):
+                run.outline.course.keep_order(run.config.out / ORDER_FILE)
+        run.world.barrier()
+        yield
 
 
 def live_numbers(run: Run, state: RunState | None) -> Trackers:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from dflash_cache.build import build_cache
 from dflash_cache.config import ENCODING_NAMES
-from dflash_cache.errors import ConfigError, DiskFullError
+from dflash_cache.errors import CacheBusyError, ConfigError, DiskFullError
 from dflash_cache.reader import CacheReader
 from dflash_fit import checkpoint, joint, loop, prepare
 from dflash_fit.batch import Batch
@@ -332,6 +332,22 @@ def test_a_mask_token_that_ruins_serving_is_refused(tiny_cache, tmp_path, wanted
     }[wanted]
     with pytest.raises(ConfigError, match=f"--mask-token-id {bad}"):
         loop.fit(tiny_fit(tiny_cache, tmp_path / "run", mask_token_id=bad))
+
+
+def test_two_runs_in_one_folder_are_kept_apart(tiny_cache, tmp_path):
+    config = tiny_fit(tiny_cache, tmp_path / "run")
+    told = []
+
+    def meet_another(step):
+        if step == 3:
+            with pytest.raises(CacheBusyError, match="`dflash fit`.* is writing here") as refused:
+                loop.fit(config)
+            told.append(refused.value)
+        return False
+
+    assert loop.fit(config, stop=meet_another)["finished"]
+    assert len(told) == 1
+    assert not (config.out / ".lock").exists()
 
 
 def test_a_batch_that_is_not_finite_is_skipped_and_counted(tiny_cache, tmp_path, monkeypatch):
