@@ -286,7 +286,7 @@ def find_drafter(path: Path, *, checkpoint: str = "best") -> Path:
         best = best_checkpoint(path)
         return whole(best) if best else complete[-1]
     if checkpoint == "last":
-        return complete[-1]
+        return whole(saved[-1])  # not silently an older one
     named = {p.name: p for p in saved}
     named |= {f"step_{step_of(p)}": p for p in named.values()}
     if checkpoint not in named:

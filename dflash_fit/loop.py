@@ -123,10 +123,12 @@ def train_in(
         plan = outline(config, reader, world)
     with followed(plan), stop_signals(plan) as asked:
         with world.pulse.resting():
-            if world.first and config.anchors != "auto":
+            # A reader that is shared is not to be timed; who shares it has told what that takes.
+            tells = world.first and open_reader is reader_of
+            if tells and config.anchors != "auto":
                 tell_before(plan)
             run = prepare(plan)
-            if world.first and config.anchors == "auto":
+            if tells and config.anchors == "auto":
                 tell_before(run.outline)
         # Only now: a run that could not be prepared leaves no folder behind.
         with (

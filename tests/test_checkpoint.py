@@ -328,8 +328,11 @@ def test_eval_and_export_take_only_whole_ones(drafter, tmp_path):
     first, last = (checkpoint.step_folder(tmp_path, step) for step in (3, 5))
     checkpoint.mark_best(tmp_path, last)
     shorten(last / "model.safetensors")
-    assert checkpoint.find_drafter(tmp_path, checkpoint="last") == first
-    for path, named in ((tmp_path, "best"), (tmp_path, "step_5"), (last, "best")):
+    assert checkpoint.find_drafter(tmp_path, checkpoint="step_3") == first
+    for path, named in (
+        *((tmp_path, name) for name in ("best", "last", "step_5")),
+        (last, "best"),
+    ):
         with pytest.raises(RunFolderError, match=r"not whole \(model.safetensors has"):
             checkpoint.find_drafter(path, checkpoint=named)
     shorten(first / "config.json")

@@ -281,7 +281,7 @@ def test_an_export_is_measured_like_its_run(run, tiny_target, prompts, tmp_path)
 def test_fit_prints_one_object_and_resumes(tiny_cache, tmp_path):
     words = ["fit", "--cache", tiny_cache, "--out", tmp_path / "run", "--num-layers", 1]
     words += ["--block-size", 4, "--token-budget", 256, "--anchors", 8, "--anchor-microbatch", 8]
-    words += ["--max-steps", 2, "--held-out", 0.2, "--device", "cpu", "--json"]
+    words += ["--max-steps", 2, "--held-out", 0.2, "--devices", "cpu", "--json"]
     first = one_object(dflash(*words))
     assert (first["step"], first["finished"]) == (2, True)
     assert one_object(dflash(*words)) == first

@@ -84,12 +84,13 @@ def test_a_pack_that_is_trained_twice_is_read_once(tiny_cache, tmp_path, monkeyp
     read = []
     real = CacheReader.read_documents
 
-    def counted(self, documents, *rest):
+    def counted(self, documents, *rest, **more):
         read.append(tuple(documents))
-        return real(self, documents, *rest)
+        return real(self, documents, *rest, **more)
 
     config = tiny_fit(tiny_cache, tmp_path / "run", passes_per_pack=5, max_steps=10)
     monkeypatch.setattr(loop, "measure", lambda run, state: state)
+    monkeypatch.setattr(loop, "tell_before", lambda plan: None)  # which times a reading
     monkeypatch.setattr(CacheReader, "read_documents", counted)
     loop.fit(config)
     assert len(read) == 2

@@ -99,7 +99,14 @@ def captured(**options):
 
 
 def gradients(step):
-    return {n: p.grad.clone() for n, p in step.trainer.drafter.named_parameters()}
+    """Those of the last update, summed over its packs."""
+    trained = step.trainer
+    names = {id(p): name for name, p in trained.drafter.named_parameters()}
+    summed, _, _ = trained.gradients.arrive()
+    return {
+        names[id(p)]: gradient.view(p.shape).clone()
+        for p, gradient in zip(trained.optimizer.parameters, summed, strict=True)
+    }
 
 
 def assert_near(found, wanted, *, share):
