@@ -20,10 +20,12 @@ from dflash_cache.config import (
     flag,
 )
 from dflash_fit.config import EvalConfig, ExportConfig, FitConfig, ReportConfig
+from dflash_fit.sweep_plan import SweepConfig, plan_sweep
 
 from .eval_tables import decoding_tables
-from .options import config_options, make_config
+from .options import config_options, field_options, given_options, make_config
 from .output import ErrorBorder, json_option, show
+from .sweep_table import foresight, sweep_table
 
 
 @click.group(cls=ErrorBorder, context_settings={"help_option_names": ["-h", "--help"]})
@@ -169,10 +171,19 @@ def cache_answers(as_json: bool, **typed: Any) -> None:
 
 @main.command("fit")
 @config_options(FitConfig)
+@field_options(SweepConfig)
 @click.option("--dry-run", is_flag=True, help="Say what the run takes and write nothing.")
 @json_option
-def fit(dry_run: bool, as_json: bool, **typed: Any) -> None:
-    """Train a drafter from a cache.  The same command again resumes exactly."""
+@click.pass_context
+def fit(context: click.Context, /, dry_run: bool, as_json: bool, **typed: Any) -> None:
+    """Train a drafter from a cache, or with --sweep several of them from one read of it.
+
+    The same command again resumes exactly.
+    """
+    several = SweepConfig(**{field.name: typed.pop(field.name) for field in fields(SweepConfig)})
+    if several.sweep is not None:
+        fit_sweep(context, several, typed, dry_run=dry_run, as_json=as_json)
+        return
     config = make_config(FitConfig, typed)
     from dflash_cache import ranks
     from dflash_fit import estimate, loop
@@ -189,6 +200,28 @@ def fit(dry_run: bool, as_json: bool, **typed: Any) -> None:
         show(report, as_json=as_json)
     else:
         click.echo(text)
+
+
+def fit_sweep(
+    context: click.Context,
+    config: SweepConfig,
+    typed: dict[str, Any],
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Exit code 1 if a trial failed, after the table of all."""
+    in_file, on_line = given_options(FitConfig, typed)
+    plan = plan_sweep(config, in_file=in_file, typed=on_line)
+    from dflash_fit import sweep
+
+    report = sweep.look(plan) if dry_run else sweep.sweep(plan)
+    if as_json:
+        show(report, as_json=True)
+    else:
+        click.echo(foresight(report) if dry_run else sweep_table(report))
+    if report["failed"]:
+        context.exit(1)
 
 
 @main.command("eval")

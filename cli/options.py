@@ -113,7 +113,7 @@ def described(field: "Field[Any]") -> str:
 
 def make_config(config_class: type[Config], typed: dict[str, Any]) -> Config:
     """The config from typed options over `--config FILE` over the dataclass defaults."""
-    in_file, on_line = given(config_class, typed)
+    in_file, on_line = given_options(config_class, typed)
     values = {**in_file, **on_line}
     for field in fields(config_class):  # type: ignore[arg-type]
         if field.default is MISSING and field.name not in values:
@@ -121,7 +121,9 @@ def make_config(config_class: type[Config], typed: dict[str, Any]) -> Config:
     return config_class(**values)
 
 
-def given(config_class: type, typed: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def given_options(
+    config_class: type, typed: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `--config FILE` gives, and what is typed."""
     path = typed["config_file"]
     in_file = {} if path is None else options_of(config_class, read_toml(path), where=str(path))

@@ -111,6 +111,12 @@ class Shelf:
         assert trial not in self.trials, trial
         self.trials[trial] = Trial(name=trial)
 
+    def forget(self) -> None:
+        """All trials have left: what is there for training was for them, and nobody waits for it."""
+        for slot in self.training:
+            assert not slot.busy, slot
+            slot.order, slot.key, slot.ready = None, None, False
+
     def begin(self, trial: str, order: Order) -> None:
         """The trial is here, and this is the first pack that it will take."""
         self.trials[trial].begins = order

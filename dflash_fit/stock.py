@@ -109,6 +109,8 @@ class Stocks:
                 patience=self.patience,
                 grow=partial(self._may_grow, stock),
             )
+        else:
+            stock.shelf.forget()
         stock.opened = True
         for trial in stock.trials:
             stock.shelf.join(trial)

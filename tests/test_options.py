@@ -20,6 +20,7 @@ from dflash_fit.config import (
     ReportConfig,
 )
 from dflash_fit.loss import DIVERGENCES, SLOT_WEIGHTS
+from dflash_fit.sweep_plan import SweepConfig
 
 COMMANDS = {
     ("cache", "build"): BuildConfig,
@@ -30,7 +31,8 @@ COMMANDS = {
     ("export",): ExportConfig,
     ("report",): ReportConfig,
 }
-NOT_FIELDS = {"config_file", "as_json", "dry_run"}
+OF_SWEEPS = {field.name for field in fields(SweepConfig)}  # beside those of each trial
+NOT_FIELDS = {"config_file", "as_json", "dry_run", *OF_SWEEPS}
 
 
 def find(path: tuple[str, ...]) -> click.Command:
@@ -46,6 +48,10 @@ def test_every_field_is_an_option_and_every_option_a_field(path, config):
     options = {parameter.name for parameter in find(path).params}
     options -= {"cache"} if path == ("cache", "inspect") else set()  # instead of --data
     assert options - NOT_FIELDS == {field.name for field in fields(config)}
+
+
+def test_fit_has_the_options_of_sweeps():
+    assert {parameter.name for parameter in find(("fit",)).params} >= OF_SWEEPS
 
 
 @pytest.mark.parametrize(("path", "config"), COMMANDS.items())

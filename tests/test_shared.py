@@ -414,6 +414,23 @@ def test_trials_that_come_later_share_among_themselves_and_find_what_was_measure
             trial.reader.close()
 
 
+def test_a_second_wave_shares_like_the_first(cache):
+    packs, _ = packs_of(cache)
+    assert len(packs) > 3
+    with SharedReads(cache) as reads:
+        for wave in (("a", "b"), ("c", "d"), ("a", "c")):
+            trials = begin(reads, *((name, [0]) for name in wave))
+            for number, pack in enumerate(packs):
+                for trial in trials:
+                    trial.take(pack, (0, number))
+            once = trials[0].alone.bytes_read
+            for trial in trials:
+                trial.reader.close()
+            until(lambda: not reads.members)
+        assert reads.counts()["bytes_read"] == 3 * once
+        assert not reads.told
+
+
 def test_a_trial_that_has_not_joined_is_refused(cache):
     with (
         SharedReads(cache) as reads,
