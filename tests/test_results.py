@@ -73,6 +73,20 @@ def test_an_all_reduce_in_the_graph_costs_a_world_of_one_nothing(key):
     assert compare(figures("ranks-h200.json")[key], bound)
 
 
+# Four trials on one H200 that share one read of SmolLM2's cache, and the same one after another.
+SWEEP = {
+    "bytes_read_ratio": (at_most, 1.1),
+    "wall_over_sequential": (at_most, 0.5),
+    "last_loss_apart.max": (at_most, 0.0),
+}
+
+
+@pytest.mark.parametrize("key", SWEEP)
+def test_a_sweep_reads_the_cache_once_and_ends_where_its_trials_alone_do(key):
+    compare, bound = SWEEP[key]
+    assert compare(figures("sweep-h200.json")[key], bound)
+
+
 def test_every_result_says_where_it_comes_from():
     for path in RESULTS.glob("*.json"):
         found = json.loads(path.read_text())
