@@ -203,7 +203,17 @@ def in_commit_order(root: Path, units: Iterable[str]) -> list[str]:
 
     A record that a repair has written anew, or a copy without its time, is as young as that.
     """
-    return sorted(units, key=lambda unit: (record_path(root, unit).stat().st_mtime_ns, unit))
+
+    def age(unit: str) -> tuple[int, str]:
+        path = record_path(root, unit)
+        try:
+            return path.stat().st_mtime_ns, unit
+        except FileNotFoundError:
+            raise CacheError(
+                f"{path}: taken away while the cache was being read. {repair_hint(str(root))}"
+            ) from None
+
+    return sorted(units, key=age)
 
 
 def sealed_units(files: Files, manifest: Manifest) -> dict[str, UnitRecord]:

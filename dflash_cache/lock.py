@@ -169,16 +169,20 @@ def writer(root: Path) -> Writer | None:
         file = os.open(root / LOCK, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except PermissionError as error:
+    except OSError as error:
+        if error.errno == errno.ESTALE:
+            return None
         raise CacheError(
             f"{root / LOCK}: cannot be read ({error.strerror}), so nobody can tell whether the "
-            "cache is being built; look after its rights"
+            "cache is being built; look after the disk or its rights"
         ) from None
     try:
         held = not _had(file, fcntl.LOCK_SH)
         words = _signer(file)
         elsewhere = _signature_of(file).get("host") not in (None, socket.gethostname())
     except OSError as error:
+        if error.errno == errno.ESTALE:  # on a share: taken away since it was opened
+            return None
         if error.errno not in NO_LOCKS:
             raise
         held, words, elsewhere = False, "another process", True

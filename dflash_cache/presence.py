@@ -5,6 +5,7 @@ a share shows locks of other machines.  Where it does not, a lock that was signe
 machine says nothing: its writer is then believed to be there as long as files change.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -50,8 +51,14 @@ class Presence:
 def traces(root: Path) -> Iterator[tuple[str, int, int]]:
     """What a writer changes: its lock, commits, and the files of units that are not committed."""
     done = set(ledger.recorded_units(root))
-    attempts = [p for p in root.glob("units/*/*") if p.name.split(".")[0] not in done]
-    files = (path for attempt in attempts for path in attempt.rglob("*"))
+    files: list[Path] = []
+    # Not by `glob`: before Python 3.13 a folder that goes meanwhile is an error to it.
+    for folder, folders, names in os.walk(root / "units"):
+        depth = len(Path(folder).relative_to(root).parts)
+        if depth == 2:  # a bucket, with its attempts
+            folders[:] = [name for name in folders if name.split(".")[0] not in done]
+        elif depth > 2:
+            files += [Path(folder, name) for name in folders + names]
     for path in [root, root / lock.LOCK, root / "commits", *files]:
         with suppress(OSError):  # gone meanwhile, which changes the list
             found = path.stat()

@@ -11,6 +11,7 @@ RUN/
 `saver` writes the checkpoints, `sound` says whether one is whole.
 """
 
+import errno
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from dflash_cache import disk
+from dflash_cache import disk, lock
 from dflash_cache.schema import Identity, first_difference
 from dflash_fit.config import SPEED_ONLY, FitConfig
 from dflash_fit.errors import RunFolderError
@@ -48,6 +49,7 @@ BEFORE = {
 GONE = ("device",)
 
 CHECKPOINTS = "checkpoints"
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 DAMAGED = "damaged_"
 
 
@@ -83,9 +85,20 @@ def as_begun(config: FitConfig) -> FitConfig:
             anchors=begun["anchors"] if config.anchors == "auto" else config.anchors,
             packs_per_step=config.packs_per_step or begun["packs_per_step"],
         )
-    if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
+    if config.out.exists() and not (config.out.is_dir() and is_untouched(config.out)):
         raise no_run_folder(config.out)
     return config
+
+
+def is_untouched(out: Path) -> bool:
+    """Whether a folder holds nothing but what a run leaves that is killed while it makes it."""
+    partials = set(partials_of(out, "config.json"))
+    return all(path.name == lock.LOCK or path in partials for path in out.iterdir())
+
+
+def partials_of(run: Path, name: str) -> list[Path]:
+    """Files aside that were to become one of that name."""
+    return list(run.glob(f".{name}.*.partial"))
 
 
 def open_run(config: FitConfig, *, identity: Identity) -> None:
@@ -97,6 +110,7 @@ def open_run(config: FitConfig, *, identity: Identity) -> None:
         return
     config.out.mkdir(parents=True, exist_ok=True)
     disk.write_file(path, json.dumps(resolved, indent=2).encode())
+    disk.fsync_path(config.out.absolute().parent)
 
 
 def no_run_folder(out: Path) -> RunFolderError:
@@ -236,6 +250,18 @@ def mark_best(run: Path, checkpoint: Path) -> None:
     try:
         os.symlink(checkpoint.relative_to(run), partial)
         os.replace(partial, link)
+    except IsADirectoryError:
+        raise RunFolderError(
+            f"{link}: a folder where a link should be; a copy of the run has followed it. Delete "
+            "it, and the run goes on from its last checkpoint"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        raise RunFolderError(
+            f"{run}: this file system has no symbolic links ({error.strerror}), and the best "
+            "checkpoint is named by one; give --out a folder on one that has"
+        ) from None
     finally:
         partial.unlink(missing_ok=True)
     disk.fsync_path(run)
@@ -263,8 +289,9 @@ def clear_leftovers(run: Path) -> None:
     """Delete what a save that was killed has left behind."""
     for path in (run / CHECKPOINTS).glob(".step_*.partial"):
         shutil.rmtree(path)
-    for path in run.glob(".best.*.partial"):
-        path.unlink()
+    for name in ("best", "config.json", "metrics.jsonl"):
+        for path in partials_of(run, name):
+            path.unlink()
 
 
 def find_drafter(path: Path, *, checkpoint: str = "best") -> Path:
@@ -283,7 +310,12 @@ def find_drafter(path: Path, *, checkpoint: str = "best") -> Path:
         told = f"none of its {len(saved)} checkpoints is whole" if saved else "no checkpoint yet"
         raise RunFolderError(f"{path}: this run has {told}")
     if checkpoint == "best":
-        best = best_checkpoint(path)
+        best, link = best_checkpoint(path), path / "best"
+        if best is None and link.is_symlink():
+            raise RunFolderError(
+                f"{link}: points to {os.readlink(link)}, which is gone; take another one with "
+                f"--checkpoint, or give its folder; there are {[p.name for p in complete]}"
+            )
         return whole(best) if best else complete[-1]
     if checkpoint == "last":
         return whole(saved[-1])  # not silently an older one

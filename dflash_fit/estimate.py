@@ -180,8 +180,8 @@ def smaller(work: Work) -> dict[str, Work]:
         options[f"--packs-per-step {work.ranks}"] = replace(work, packs_per_step=work.ranks)
     if work.attention == "dense" and work.device_type == "cuda":
         options["--attention block"] = replace(work, attention="block")
-    if work.loss_chunk > 1:
-        chunk = min(work.loss_chunk, work.anchor_microbatch) // 2
+    chunk = min(work.loss_chunk, work.anchor_microbatch) // 2
+    if chunk:
         options[f"--loss-chunk {chunk}"] = replace(work, loss_chunk=chunk)
     budget = work.shape.token_budget // 2
     options[f"--token-budget {budget}"] = replace(

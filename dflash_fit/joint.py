@@ -67,6 +67,9 @@ class JointFolders:
     ) -> None:
         """The first rank's share.  `record` makes name and content of the last file, from all."""
         try:
+            if not path.parent.is_dir():
+                path.parent.mkdir(parents=True)
+                disk.fsync_path(path.parent.parent)
             with disk.new_folder(path) as folder:
                 self._lead(folder, path, content, record)
             then()
@@ -83,7 +86,8 @@ class JointFolders:
             files = self._write(self._see_folder(path), content, unless=self._refuse_ended)
         except Exception as error:
             own = error
-            self._say("failed", Failure.of(error, rank=self.world.rank).to_dict())
+            if not isinstance(error, Abandoned):  # its reason is there already
+                self._say("failed", Failure.of(error, rank=self.world.rank).to_dict())
         self._say(f"part/{self.world.rank}", files)
         failed = self._until(self._ended, SLOWEST, lambda: silent([0], path))["failed"]
         if own is not None and failed and failed["rank"] == self.world.rank:

@@ -20,16 +20,18 @@ ORDER_FILE = "followed.json"  # in the run folder
 
 
 class Lookout:
-    """Looks at the folder; `taken` are the units told so far, in their order."""
+    """Looks at the folder; `order` are all units whose place is known, those to come included.
+
+    It only grows, so that another thread sees a beginning of it whenever it looks.
+    """
 
     def __init__(
         self, reader: Reader, order: Sequence[str], *, patience: float = NOBODY_GOES_ON
     ) -> None:
         self.reader, self.patience = reader, patience
         self.units = {located.unit for located in reader.located}
-        self.taken: list[str] = []
-        self.ordered = list(order)  # not taken yet, and so are those that are
-        self.committed: dict[str, None] = {}  # in the order of their commits
+        self.order, self.count = list(order), 0  # so many of them are told
+        self.committed: dict[str, None] = {}  # not told yet, in the order of their commits
 
     def begin(self) -> None:
         """From now on somebody should be building."""
@@ -43,8 +45,7 @@ class Lookout:
         except DFlashError as error:  # damage above all
             return Entry(ended=True, reason=str(error))
         units = self._next()
-        self.taken += units
-        if self.reader.sealed and len(self.taken) == len(self.units):
+        if self.reader.sealed and self.count == len(self.units):
             return Entry(units=units, complete=True)
         if units:
             return Entry(units=units)
@@ -52,24 +53,19 @@ class Lookout:
             return Entry(ended=True, reason=self._nobody_builds())
         return None
 
-    @property
-    def order(self) -> list[str]:
-        """All units whose place is known, those to come included."""
-        return self.taken + self.ordered
-
     def counted(self) -> str:
         return f"{len(self.reader.records)} of {len(self.units)} units are committed"
 
     def _next(self) -> tuple[str, ...]:
-        count = 0
-        while count < len(self.ordered) and self.ordered[count] in self.committed:
-            del self.committed[self.ordered[count]]
-            count += 1
-        units, self.ordered = self.ordered[:count], self.ordered[count:]
-        if not self.ordered:
-            units += self.committed
+        begin = self.count
+        while self.count < len(self.order) and self.order[self.count] in self.committed:
+            del self.committed[self.order[self.count]]
+            self.count += 1
+        if self.count == len(self.order):
+            self.order += self.committed
+            self.count = len(self.order)
             self.committed.clear()
-        return tuple(units)
+        return tuple(self.order[begin : self.count])
 
     def _nobody_builds(self) -> str:
         return (

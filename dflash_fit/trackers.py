@@ -328,7 +328,8 @@ class Courier(threading.Thread):
         except BaseException:
             # What one that forgets did not flush is hidden, and told again; others keep all.
             if not self.kind.forgets:
-                self.remember(memory)
+                with contextlib.suppress(OSError):  # the disk may be what failed
+                    self.remember(memory)
             with contextlib.suppress(Exception):
                 tracker.close(failed=True)
             raise

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed import HashStore, TCPStore
 
+from dflash_cache import lock
 from dflash_cache.disk import full_disk_is_told
 from dflash_cache.errors import DiskFullError
 from dflash_cache.files import file_entry
@@ -580,3 +583,107 @@ def test_a_damaged_checkpoint_does_not_count_among_the_last(drafter, tmp_path):
     save(tmp_path, drafter, 4, keep_last=3)
     assert len(checkpoint.checkpoints(tmp_path)) == 3
     assert checkpoint.step_folder(tmp_path, 1).is_dir()
+
+
+# --- the run folder -----------------------------------------------------------------------------
+
+
+def test_a_start_that_was_killed_before_its_options_were_on_disk_is_begun_again(tmp_path):
+    out = tmp_path / "run"
+    with lock.held(out, doing="dflash fit"):
+        assert checkpoint.as_begun(SimpleNamespace(out=out)).out == out
+        (out / ".config.json.0123abcd.partial").write_text("{")
+        assert checkpoint.as_begun(SimpleNamespace(out=out)).out == out
+        checkpoint.clear_leftovers(out)
+        assert [path.name for path in out.iterdir()] == [lock.LOCK]
+        (out / "letters.txt").write_text("dear")
+        with pytest.raises(RunFolderError, match="not empty and not a run folder"):
+            checkpoint.as_begun(SimpleNamespace(out=out))
+
+
+def test_the_names_of_the_folders_above_a_first_checkpoint_are_on_disk(
+    drafter, tmp_path, monkeypatch
+):
+    flushed: list[str] = []
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        flushed.append(os.path.realpath(f"/proc/self/fd/{file}"))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run = tmp_path / "run"
+    run.mkdir()
+    save(run, drafter, 1)
+    assert str(run) in flushed
+
+
+def test_a_best_checkpoint_that_is_gone_is_an_error_and_no_other_one(drafter, tmp_path):
+    save(tmp_path, drafter, 1, 2)
+    checkpoint.mark_best(tmp_path, checkpoint.step_folder(tmp_path, 1))
+    shutil.rmtree(checkpoint.step_folder(tmp_path, 1))
+    with pytest.raises(RunFolderError, match="best: points to checkpoints/step_00000001, which is"):
+        checkpoint.find_drafter(tmp_path)
+    assert checkpoint.find_drafter(tmp_path, checkpoint="last").name == "step_00000002"
+
+
+def test_the_reason_of_a_rank_that_gives_up_amid_its_part_is_what_others_hear(
+    drafter, tmp_path, monkeypatch
+):
+    begun, stopped = threading.Event(), threading.Event()
+    real = parts.write_tensors
+
+    def write(path, *rest, between, **more):
+        if "00002-of" in path.name:
+            begun.set()
+            assert stopped.wait(30)
+            between()
+        return real(path, *rest, between=between, **more)
+
+    # Rank 0 looks once rank 1 has said all that it says.
+    looks = joint.JointFolders._parts_of_others
+
+    def late(folders, path):
+        while folders._said("part/1") is None:
+            time.sleep(0.002)
+        return looks(folders, path)
+
+    monkeypatch.setattr(joint, "write_tensors", write)
+    monkeypatch.setattr(joint.JointFolders, "_parts_of_others", late)
+
+    def work(world: World) -> None:
+        with Saver(tmp_path, world, keep_last=2) as saver:
+            give_up = saver.folders.give_up
+
+            def then(error: BaseException) -> None:
+                give_up(error)
+                stopped.set()
+
+            saver.folders.give_up = then
+            saver.save(drafter, Optimizer(1), at(1), {}, best=False)
+            if world.rank == 1:
+                assert begun.wait(30)
+                raise FitError("no more pears")
+
+    told = str(together(2, work)[0])
+    assert "rank 1 on" in told
+    assert "no more pears" in told
+
+
+def test_a_run_folder_that_cannot_name_its_best_checkpoint_is_one_clear_error(
+    drafter, tmp_path, monkeypatch
+):
+    save(tmp_path, drafter, 1)
+    path = checkpoint.step_folder(tmp_path, 1)
+    shutil.copytree(path, tmp_path / "best")
+    with pytest.raises(RunFolderError, match="best: a folder where a link should be"):
+        checkpoint.mark_best(tmp_path, path)
+    shutil.rmtree(tmp_path / "best")
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    with pytest.raises(RunFolderError, match="this file system has no symbolic links"):
+        checkpoint.mark_best(tmp_path, path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoints"]

@@ -567,3 +567,9 @@ def test_a_run_that_does_not_fit_is_told_which_options_help(work, options):
     for option, saved in savings(work).items():
         changed = estimate(smaller(work)[option], flops_per_s=None, read_bytes_per_s=None)
         assert changed.memory_bytes == found.memory_bytes - saved
+
+
+def test_no_chunk_of_less_than_a_block_is_named():
+    options = smaller(replace(SMALL, anchor_microbatch=1))
+    assert not [option for option in options if option.startswith("--loss-chunk")]
+    assert "--loss-chunk 1" in smaller(replace(SMALL, anchor_microbatch=2))

@@ -1,6 +1,7 @@
 """The course over a growing cache: the same packs whatever the timing, and an end with a reason."""
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -589,4 +590,26 @@ def test_a_lookout_tells_the_units_of_an_order_only_when_all_before_them_are_the
         Entry(units=("c",)),
         Entry(units=(), complete=True),
     ]
+    assert lookout.order == list("badc")
+
+
+def test_at_no_moment_does_the_order_lack_a_unit_that_it_had():
+    """Another thread writes it into the run folder at any moment."""
+    lookout = Lookout(Arrivals(list("abcd"), [1] * 4, [["b", "a"], ["d"], ["c"]]), ["b", "a", "d"])
+    lookout.begin()
+    seen: list[list[str]] = []
+
+    def note(frame, event, arg):
+        seen.append(list(lookout.order))
+        return note if frame.f_code.co_filename.endswith("lookout.py") else None
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        for _ in range(4):
+            lookout.look()
+    finally:
+        sys.settrace(before)
+    assert len(seen) > 20
+    assert [order for order in seen if order != list("badc")[: max(3, len(order))]] == []
     assert lookout.order == list("badc")

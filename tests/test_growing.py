@@ -1,7 +1,9 @@
 """A cache that is still being built: what is committed can be read, and nothing else."""
 
+import errno
 import json
 import os
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -14,7 +16,7 @@ from conftest import tiny_build
 from slow_builder import SlowBuilder
 from test_lock import another_holder
 
-from dflash_cache import disk, ledger, lock, presence
+from dflash_cache import disk, growing, ledger, lock, presence
 from dflash_cache.buffers import buffers
 from dflash_cache.build import build_cache
 from dflash_cache.convert import convert_cache
@@ -471,3 +473,69 @@ def test_a_lock_that_may_not_be_read_is_no_traceback(builder, monkeypatch):
     monkeypatch.setattr(os, "open", refuses)
     with pytest.raises(CacheError, match=r"\.lock: cannot be read \(Permission denied\)"):
         lock.writer(builder.root)
+
+
+def test_a_lock_that_goes_on_a_share_while_it_is_looked_at_is_nobody_s(builder, monkeypatch):
+    def gone(*_, **__):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    (builder.root / lock.LOCK).write_text("{}")
+    for call in ("open", "pread"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, gone)
+            assert lock.writer(builder.root) is None
+
+
+class Scanned:
+    """Entries of a folder as of a moment ago."""
+
+    def __init__(self, entries):
+        self.entries = iter(entries)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __iter__(self):
+        return self.entries
+
+    def __next__(self):
+        return next(self.entries)
+
+    def close(self):
+        pass
+
+
+def test_folders_that_go_while_traces_are_looked_for_are_no_error(builder, monkeypatch):
+    real, gone, listed = os.scandir, [], {}
+
+    def scandir(path="."):
+        if isinstance(path, int):
+            return real(path)
+        found = listed[str(path)] = listed.get(str(path)) or list(real(path))
+        if not gone and Path(path).parent.parent.name == "units":  # an attempt
+            gone.append(next(entry.path for entry in found if entry.is_dir()))
+            shutil.rmtree(gone[0])
+        return Scanned(found)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    list(presence.traces(builder.root))
+    assert gone
+
+
+def test_a_cache_that_is_deleted_while_its_records_are_read_is_told(builder, monkeypatch):
+    real = growing.unit_record
+
+    def read(files, unit, fingerprint):
+        record = real(files, unit, fingerprint)
+        ledger.record_path(builder.root, unit).unlink()
+        return record
+
+    reader = GrowingReader(builder.root)
+    builder.commit(builder.units[0])
+    monkeypatch.setattr(growing, "unit_record", read)
+    with pytest.raises(CacheError, match="taken away while the cache was being read"):
+        reader.refresh()
+    assert reader.records == {}

@@ -1,5 +1,6 @@
 """Trackers against metrics.jsonl: the same numbers, each once, and never in the way of training."""
 
+import errno
 import inspect
 import json
 import sqlite3
@@ -345,6 +346,25 @@ def test_a_disk_that_takes_no_event_file_does_not_stop_training(run, capsys):
     (run / "tensorboard").write_text("in the way")
     train(run, ["tensorboard"], range(1, 6), after=None, salt=0.0)
     assert "--trackers tensorboard: FileExistsError" in capsys.readouterr().err
+
+
+def test_a_tracker_is_closed_where_the_disk_is_too_full_to_remember_it(
+    run, wandb, monkeypatch, capsys
+):
+    real, written = trackers.disk.write_file, []
+
+    def write(path, payload):
+        written.append(path)
+        if len(written) > 1:  # its id
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, payload)
+
+    monkeypatch.setattr(trackers.disk, "write_file", write)
+    train(run, ["wandb"], range(1, 6), after=None, salt=0.0)
+    assert (
+        "--trackers wandb: OSError: [Errno 28] No space left on device" in capsys.readouterr().err
+    )
+    assert wandb.ends == [1]
 
 
 def test_wandb_that_nobody_logged_in_to_is_told(run, monkeypatch, capsys):
