@@ -112,7 +112,7 @@ class Shelf:
         self.trials[trial] = Trial(name=trial)
 
     def forget(self) -> None:
-        """All trials have left: what is there for training was for them, and nobody waits for it."""
+        """All trials have left: what is there for training was for them; nobody waits for it."""
         for slot in self.training:
             assert not slot.busy, slot
             slot.order, slot.key, slot.ready = None, None, False
