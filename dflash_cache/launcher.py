@@ -80,7 +80,10 @@ def signals_heard(signals: Sequence[signal.Signals] = LAUNCHER_SIGNALS) -> list[
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """The launcher sets handlers of its own and leaves them."""
+    """The launcher sets handlers of its own and leaves them; none where it may not."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.getsignal(number) for number in LAUNCHER_SIGNALS}
     try:
         yield

@@ -29,6 +29,7 @@ NOTICE = 3.0
 # A longer pause than this was not ours: the process was stopped, and maybe all the others too.
 PAUSE = 5.0
 KEPT = "checkpoints are kept; run the same command again"
+STORE_GONE = f"rank 0 or its launcher is gone; {KEPT}"
 
 Depart = Callable[[DFlashError, bool], NoReturn]  # ends the process; True: nobody else tells why
 
@@ -129,7 +130,7 @@ class Circle:
             self._end(over.error, lost=over.lost)
         except STORE_IS_GONE:
             # With the store goes whoever could be told, so everyone tells it.
-            self._end(FitError(f"{self._me()}: rank 0 or its launcher is gone; {KEPT}"))
+            self._end(FitError(f"{self._me()}: {STORE_GONE}"))
         except Exception as error:
             self._end(FitError(f"{self._me()}: cannot reach the other ranks ({error!r}); {KEPT}"))
 

@@ -241,7 +241,8 @@ class Followed:
             _say(f"waiting for the builder, all packs are taken: {self.lookout.counted()}")
             self.told, self.in_told_wait = now, True
         elif self.in_told_wait and not waits:
-            _say(f"going on: {self.lookout.counted()}")
+            if self.ended is None:
+                _say(f"going on: {self.lookout.counted()}")
             self.in_told_wait = False
 
 

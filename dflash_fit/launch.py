@@ -26,7 +26,7 @@ from dflash_cache.errors import DFlashError, ToldElsewhere
 from dflash_cache.launcher import ProcessDied, Stopped, launch, number_here, settle
 from dflash_cache.meeting import STORE_IS_GONE, first_line, open_store
 from dflash_cache.ranks import Meeting, Rank
-from dflash_fit.circle import KEPT, Depart, tell
+from dflash_fit.circle import KEPT, STORE_GONE, Depart, tell
 from dflash_fit.errors import FitError
 from dflash_fit.verdict import Verdict
 from dflash_fit.world import RANK_TIMEOUT, World, meet, own_client
@@ -270,9 +270,9 @@ def _take_part(
         _give(verdict, error, world)
         raise
     except Exception as error:
-        if (reason := _reason_of_another(verdict, error)) is not None:
+        if (reason := _reason_of_another(seat, verdict, error)) is not None:
             _release(world)  # or wait here for the end, if it is this rank's circle that gave it
-            raise ToldElsewhere(str(reason)) from None
+            raise reason from None
         told = FitError(f"{seat.name}: {type(error).__name__}: {first_line(error)}")
         traceback.print_exc()
         _give(verdict, told, world)
@@ -314,11 +314,12 @@ def _give(verdict: Verdict, error: DFlashError, world: World | None) -> None:
         raise ToldElsewhere(str(reason.error)) from None
 
 
-def _reason_of_another(verdict: Verdict, error: Exception) -> DFlashError | None:
+def _reason_of_another(seat: Seat, verdict: Verdict, error: Exception) -> DFlashError | None:
     """Collectives fail when another rank does; that one's reason may come a moment later."""
     may_follow = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
     try:
         reason = verdict.await_reason(seconds=CONSEQUENCE) if may_follow else verdict.read()
     except STORE_IS_GONE:
-        return None
-    return reason.error if reason else None
+        # With the store goes whoever could be told, so everyone tells it.
+        return FitError(f"{seat.name}: {STORE_GONE}") if may_follow else None
+    return ToldElsewhere(str(reason.error)) if reason else None

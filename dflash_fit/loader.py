@@ -115,7 +115,12 @@ def fill_anchors(batch: Batch, rng: np.random.Generator, *, count: int | None = 
 
 
 def clear(batch: Batch) -> None:
-    """Make a batch all padding; its states stay, finite as they are: nobody looks at them."""
+    """Make a batch all padding.
+
+    Nobody looks at its states, but 0 * NaN from an earlier pack would still be NaN.
+    """
+    for part in batch.parts.values():
+        part.view(torch.uint8).zero_()  # float8 has no zero of its own
     for tensor in (batch.input_ids, batch.position_ids, batch.document_starts, batch.loss_mask):
         tensor.zero_()
     batch.document_ids.fill_(-1)

@@ -30,7 +30,7 @@ from dflash_fit.estimate import Estimate
 from dflash_fit.feed import Feed
 from dflash_fit.follow import Followed
 from dflash_fit.graph import Capture, GraphStep
-from dflash_fit.launch import fit_as_rank, fit_everywhere
+from dflash_fit.launch import STOP_SIGNALS, fit_as_rank, fit_everywhere
 from dflash_fit.lookout import ORDER_FILE
 from dflash_fit.metrics import means
 from dflash_fit.offline import offline_acceptance
@@ -191,6 +191,7 @@ def summary(run: Run, state: RunState) -> dict[str, Any]:
 @contextmanager
 def opened(run: Run) -> Iterator[None]:
     """Rank 0 makes the run folder, or checks it, and keeps others off; the rest see it then."""
+    run.world.barrier()  # all could prepare the run
     with ExitStack() as held:
         if run.world.first:
             held.enter_context(lock.held(run.config.out, doing="dflash fit"))
@@ -214,13 +215,13 @@ def live_numbers(run: Run, state: RunState | None) -> Trackers:
 def resume(run: Run) -> RunState | None:
     """The state of the newest checkpoint that is whole, put back; None where there is none."""
     out, world = run.config.out, run.world
-    with world.pulse.resting():  # every byte of it is read
+    with world.pulse.resting():  # every byte of it is read, and then by all
         path = world.share(find_checkpoint(run) if world.first else None)
-    if path is None:
+        state = None if path is None else checkpoint.restore(path, run.optimizer)
+    if state is None:
         if world.first:
             checkpoint.forget_metrics_after(out, -1)
         return None
-    state = checkpoint.restore(path, run.optimizer)
     if world.first:
         checkpoint.forget_metrics_after(out, state.step)
         if state.best_step is not None:
@@ -429,7 +430,8 @@ def followed(plan: Outline) -> Iterator[None]:
 def stop_signals(plan: Outline) -> Iterator[Callable[[], bool]]:
     """SIGINT and SIGTERM ask the run to save and end after the current step.
 
-    A second SIGINT ends it at once: what is saved is saved.
+    A second SIGINT ends it at once: what is saved is saved.  One that this process ignores it does
+    not hear, as in the background of a script.
     """
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -443,7 +445,8 @@ def stop_signals(plan: Outline) -> Iterator[Callable[[], bool]]:
         if isinstance(plan.course, Followed):
             plan.course.stop()
 
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [s for s in STOP_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, hear) for number in heard}
     try:
         yield lambda: bool(caught)
     finally:

@@ -61,6 +61,14 @@ def be_killed(world: World, config: dict) -> dict:
     return {}
 
 
+def lose_the_first(world: World, config: dict) -> dict:
+    """Rank 0 is killed, and the store with it; the other one waits for it."""
+    if world.first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.gather(None)
+    return {}
+
+
 def get_stuck(world: World, config: dict) -> dict:
     """Rank 1 gets on no more; the other one may rest before it waits."""
     world.pulse.tick(4)
@@ -86,6 +94,13 @@ def train(world: World, config: dict) -> dict:
     return {"asked": world.gather(asked), "steps": world.gather(step)}
 
 
+def await_all(folder: Path) -> None:
+    """Past the imports of all ranks, which may take one of them seconds longer."""
+    (folder / os.environ["RANK"]).write_text("here")
+    while len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+
+
 def main(way: str, name: str, timeout: str = "60", folder: str = "", deaf: str = "") -> None:
     """`everywhere` is the parent of ranks; `rank` is one that this environment describes."""
     config = {"folder": folder, "deaf": deaf, "timeout": float(timeout)}
@@ -98,6 +113,8 @@ def main(way: str, name: str, timeout: str = "60", folder: str = "", deaf: str =
         else:
             rank = find_rank(os.environ)
             assert rank is not None
+            if folder:
+                await_all(Path(folder))
             found = fit_as_rank(work, config, rank, "cpu", timeout=float(timeout))
     except DFlashError as error:
         sys.exit(f"{type(error).__name__}: {error}")

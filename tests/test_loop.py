@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from dflash_fit.course import Position
 from dflash_fit.errors import FitError, RunFolderError
 from dflash_fit.feed import Feed
 from dflash_fit.loader import PackSource, split_documents
+from dflash_fit.pulse import State
 from dflash_fit.world import World
 
 
@@ -305,6 +307,29 @@ def test_a_document_longer_than_the_budget_is_refused_by_name(tiny_cache, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+def test_no_folder_is_made_before_all_ranks_have_prepared_the_run(tiny_cache, tmp_path):
+    """One that fails there leaves none behind, as a single process does."""
+    reader = CacheReader(tiny_cache)
+    run = prepared(tiny_fit(tiny_cache, tmp_path / "run"), reader)
+    seen = []
+    world = SimpleNamespace(first=True, barrier=lambda: seen.append(run.config.out.exists()))
+    stand_in = SimpleNamespace(world=world, config=run.config, reader=reader, outline=run.outline)
+    with loop.opened(stand_in):
+        assert seen == [False, True]
+
+
+def test_a_checkpoint_may_take_longer_to_read_than_the_timeout(ten_steps, tiny_cache, monkeypatch):
+    world, states, real = World.alone(torch.device("cpu")), [], checkpoint.restore
+
+    def restore(*arguments):
+        states.append(world.pulse.state)
+        return real(*arguments)
+
+    monkeypatch.setattr(checkpoint, "restore", restore)
+    loop.train_in(world, tiny_fit(tiny_cache, ten_steps))
+    assert states == [State.RESTING]
+
+
 def test_a_share_that_leaves_nothing_to_measure_is_refused(tiny_cache, tmp_path):
     with pytest.raises(FitError, match="0 to measure"):
         loop.fit(tiny_fit(tiny_cache, tmp_path / "run", held_out=1e-9))
@@ -340,7 +365,7 @@ def test_two_runs_in_one_folder_are_kept_apart(tiny_cache, tmp_path):
 
     def meet_another(step):
         if step == 3:
-            with pytest.raises(CacheBusyError, match="`dflash fit`.* is writing here") as refused:
+            with pytest.raises(CacheBusyError, match=r"`dflash fit`.* is writing here") as refused:
                 loop.fit(config)
             told.append(refused.value)
         return False

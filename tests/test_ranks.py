@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,6 +195,18 @@ def test_the_second_interrupt_leaves_at_once():
     found = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (found.stdout, found.stderr) == ("True\nTrue\n", "")
     assert found.returncode == 128 + signal.SIGINT
+
+
+def test_a_signal_that_the_process_ignores_does_not_stop_the_run():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with loop.stop_signals(SimpleNamespace(course=None)) as asked:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not asked()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert asked()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # --- a cache that is still being built ------------------------------------------------------------

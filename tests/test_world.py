@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from dflash_cache import launcher
 from dflash_cache.errors import DFlashError, DiskFullError, ToldElsewhere
 from dflash_fit import world as world_module
 from dflash_fit.agreement import Agreement
@@ -50,14 +52,20 @@ def start(*words: str, **variables: str) -> subprocess.Popen:
     )
 
 
-def by_hand(name: str, *, size: int, timeout: float = 60.0) -> list[subprocess.Popen]:
-    """Ranks in an environment as torchrun makes it; rank 0 keeps the store."""
+def by_hand(
+    name: str, *, size: int, timeout: float = 60.0, folder: Path | str = ""
+) -> list[subprocess.Popen]:
+    """Ranks in an environment as torchrun makes it; rank 0 keeps the store.
+
+    In an empty folder they first wait for each other without a timeout.
+    """
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
+    words = (name, str(timeout), str(folder))
     meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     return [
-        start("rank", name, str(timeout), RANK=str(rank), LOCAL_RANK=str(rank), **meeting)
+        start("rank", *words, RANK=str(rank), LOCAL_RANK=str(rank), **meeting)
         for rank in range(size)
     ]
 
@@ -82,9 +90,10 @@ def alive(process: int) -> bool:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stuck():
+def stuck(tmp_path_factory):
     """It waits more than it works."""
-    ranks = by_hand("get_stuck", size=2, timeout=TIMEOUT)
+    folder = tmp_path_factory.mktemp("stuck")
+    ranks = by_hand("get_stuck", size=2, timeout=TIMEOUT, folder=folder)
     yield ranks
     for rank in ranks:
         rank.kill()
@@ -105,6 +114,15 @@ def test_ranks_hear_the_same_from_each_other_whatever_their_speed():
     assert [told["answers"] for told in found["told"]] == [flags] * 3
     assert [told["left"] for told in found["told"]] == [[False, False, True]] * 3
     assert all(told["group"] for told in found["told"])  # Ctrl-C is for the parent alone
+
+
+def test_processes_may_be_started_by_any_thread():
+    def start_nothing():
+        with launcher._signals_kept():
+            return signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(start_nothing).result() is signal.getsignal(signal.SIGTERM)
 
 
 def test_an_error_of_one_rank_ends_the_others_and_comes_back_as_itself(capfd):
@@ -162,6 +180,15 @@ def test_the_ranks_of_other_machines_tell_once_who_is_gone():
     told = logs[0]
     assert told.startswith(f"Error: rank 1 on {HOST} is gone; checkpoints are kept")
     assert told.count("\n") == 1
+
+
+def test_the_end_of_the_rank_that_keeps_the_store_is_told_as_what_it_is():
+    ranks = by_hand("lose_the_first", size=2)
+    logs = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, 1]
+    told = f"rror: rank 1 on {HOST}: rank 0 or its launcher is gone; checkpoints are kept"
+    assert told in logs[1].strip().splitlines()[-1]
+    assert "Traceback" not in logs[1]
 
 
 def test_a_rank_that_gets_on_no_more_is_named_with_the_timeout(stuck):
