@@ -142,9 +142,9 @@ def made_up_sweep(folder: Path, count: int) -> Path:
         }
         name = f"trial-{number:02d}"
         made_up_run(folder / name, seed=number, steps=1500 if number % 7 == 6 else 3000, **changes)
-        trials.append({"name": name, "options": changes, "run": name, "status": "finished",
+        trials.append({"name": name, "options": changes, "run": name, "status": "done",
                        "hours": 1.2, "gb_read": 61.5 / count})  # fmt: skip
     trials.append({"name": "too-large", "options": {"anchors": 65536}, "run": "too-large",
-                   "status": "failed", "error": "out of memory: 141.2 GB wanted"})  # fmt: skip
+                   "status": "failed: out of memory: 141.2 GB wanted"})  # fmt: skip
     (folder / "sweep.json").write_text(json.dumps({"trials": trials}))
     return folder

@@ -287,6 +287,24 @@ def test_fit_prints_one_object_and_resumes(tiny_cache, tmp_path):
     assert one_object(dflash(*words)) == first
 
 
+def test_a_dry_run_of_fit_says_what_the_run_then_is_and_writes_nothing(tiny_cache, tmp_path):
+    words = ["fit", "--cache", tiny_cache, "--out", tmp_path / "run", "--num-layers", 1]
+    words += ["--block-size", 4, "--token-budget", 256, "--anchors", 8, "--anchor-microbatch", 8]
+    words += ["--epochs", 2, "--held-out", 0.2, "--devices", "cpu", "--packs-per-step", 2]
+    said = one_object(dflash(*words, "--dry-run", "--json"))
+    assert not (tmp_path / "run").exists()
+    assert "memory per process" in dflash(*words, "--dry-run").stdout
+    found = one_object(dflash(*words, "--json"))
+    assert (said["parameters"], said["steps"]) == (found["parameters"], found["steps"])
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    trained = [json.loads(line) for line in lines if '"train"' in line]
+    tokens = sum(line["tokens"] for line in trained)
+    assert said["tokens"] == pytest.approx(tokens, rel=0.1)
+    two = one_object(dflash(*words, "--dry-run", "--json", "--devices", "cpu,cpu"))
+    assert (two["ranks"], two["steps"]) == (2, said["steps"])
+    assert "--anchors auto" in one_error(dflash(*words, "--dry-run", "--anchors", "auto"))
+
+
 def test_a_report_for_people_is_a_table(tiny_cache):
     result = dflash("cache", "info", tiny_cache)
     assert result.exit_code == 0

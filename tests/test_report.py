@@ -259,6 +259,26 @@ def test_a_sweep_counts_with_what_its_table_says_and_its_failures(tmp_path):
     assert len(find_standings([moved, moved / "trial-00"])) == 5
 
 
+def test_trials_of_two_sweeps_that_share_their_names_are_told_apart(tmp_path):
+    sweeps = [made_up_sweep(tmp_path / name, 3) for name in ("old", "new")]
+    names = [one.name for one in find_standings(sweeps)]
+    assert sorted(names) == [
+        *("new/too-large", "new/trial-00", "new/trial-01"),
+        *("old/too-large", "old/trial-00", "old/trial-01"),
+    ]
+
+
+def test_a_trial_of_a_killed_sweep_does_not_run_for_ever(tmp_path):
+    sweep = made_up_sweep(tmp_path / "sweep", 2)
+    run = made_up_run(sweep / "trial-00", steps=20, planned=30)
+    told = json.loads((sweep / "sweep.json").read_text())
+    told["trials"][0]["status"] = "running"
+    (sweep / "sweep.json").write_text(json.dumps(told))
+    written = (run / "metrics.jsonl").stat().st_mtime
+    for age, status in ((5, "running"), (1e6, "stopped")):
+        assert find_standings([sweep], now=written + age)[0].status == status
+
+
 def test_only_what_two_runs_have_unlike_counts_as_a_difference(tmp_path):
     runs = [
         made_up_run(tmp_path / "a", steps=20, planned=20, lr=1e-3, log_every=10),

@@ -65,6 +65,19 @@ def test_the_step_is_as_fast_as_we_want_it(key):
 def test_a_build_is_as_fast_as_the_forward_of_its_target(key):
     compare, bound = EXTRACT[key]
     assert compare(figures("extract-h200.json")[key], bound)
+# Two H200s: the all-reduce between them, a killed rank, a target that they share.
+TWO = {
+    "reduce_over_alone": (at_most, 1.02),
+    "kill_seconds": (at_most, 30),
+    "kill_named": (at_least, 1),
+    "tensor_apart_worst": (at_most, 0.03),
+}
+
+
+@pytest.mark.parametrize("key", TWO)
+def test_two_gpus_add_little_end_together_and_share_a_target(key):
+    compare, bound = TWO[key]
+    assert compare(figures("ranks-h200-x2.json")[key], bound)
 
 
 @pytest.mark.parametrize("key", RANKS)

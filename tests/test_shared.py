@@ -431,6 +431,36 @@ def test_a_second_wave_shares_like_the_first(cache):
         assert not reads.told
 
 
+def test_trials_begin_while_a_pack_is_still_read_for_those_that_died(cache, monkeypatch):
+    packs, _ = packs_of(cache)
+    reading, go_on = threading.Event(), threading.Event()
+    real = CacheReader.read_documents
+
+    def slowly(reader, *arguments, **more):
+        if reader.root == held_up.reader.root and not isinstance(reader, SharedReader):
+            if threading.current_thread().name == "shared read" and not go_on.is_set():
+                reading.set()
+                assert go_on.wait(20)
+        real(reader, *arguments, **more)
+
+    with SharedReads(cache) as reads, ThreadPoolExecutor(1) as pool:
+        held_up = reads
+        monkeypatch.setattr(CacheReader, "read_documents", slowly)
+        dead, other = begin(reads, ("dead", [0]), ("other", [0]))
+        asked = pool.submit(dead.take, packs[0], BEGIN)
+        assert reading.wait(20)
+        reads.leave("dead")
+        reads.leave("other")
+        again = begin(reads, ("again", [0]), ("more", [0]))
+        go_on.set()
+        for trial in again:
+            trial.take(packs[0], BEGIN)
+        with pytest.raises(FitError):
+            asked.result()
+        for trial in (dead, other, *again):
+            trial.reader.close()
+
+
 def test_a_trial_that_has_not_joined_is_refused(cache):
     with (
         SharedReads(cache) as reads,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from click.testing import CliRunner
 from test_loop import final_state, losses, tiny_fit
 
 from dflash_cache.errors import CacheBusyError, ConfigError
+from dflash_cache.launcher import settle
 from dflash_cache.lock import held
 from dflash_cache.reader import CacheReader
 from dflash_cli.main import main
+from dflash_cli.sweep_table import sweep_table
 from dflash_fit import checkpoint, loop, prospects, sweep, trial
 from dflash_fit.errors import FitError, RunFolderError
 from dflash_fit.sweep_plan import SweepConfig, plan_sweep
@@ -69,24 +72,27 @@ def evals(run: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def four(tiny_cache, tmp_path_factory) -> Path:
-    """Two block sizes, two subsets of the target layers."""
+def two(tiny_cache, tmp_path_factory) -> Path:
+    """Two block sizes, with unlike subsets of the target layers."""
     layers = CacheReader(tiny_cache).identity.target_layer_ids
-    text = f"[grid]\nblock_size = [3, 4]\ntarget_layers = [{layers}, {layers[1:]}]"
-    return sweep_file(tmp_path_factory.mktemp("four"), text)
+    text = "".join(
+        f"[[trials]]\nblock_size = {size}\ntarget_layers = {own}\n"
+        for size, own in ((3, layers), (4, layers[1:]))
+    )
+    return sweep_file(tmp_path_factory.mktemp("two"), text)
 
 
 @pytest.fixture(scope="module")
-def swept(tiny_cache, four, tmp_path_factory):
+def swept(tiny_cache, two, tmp_path_factory):
     """A whole sweep, in processes, and its plan."""
     out = tmp_path_factory.mktemp("swept") / "out"
-    plan = plan_of(four, tiny_cache, out, trials_per_device=4)
+    plan = plan_of(two, tiny_cache, out, trials_per_device=2)
     return plan, sweep.sweep(plan)
 
 
 def test_trials_of_a_sweep_equal_the_same_runs_alone_and_read_as_much_as_one(swept, tmp_path):
     plan, report = swept
-    assert [row["status"] for row in report["trials"]] == ["done"] * 4
+    assert [row["status"] for row in report["trials"]] == ["done"] * 2
     read_alone = []
     for one in plan.trials:
         readers = []
@@ -185,9 +191,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_killed_sweep_goes_on_to_the_same_table(swept, four, tiny_cache, tmp_path):
-    plan = plan_of(four, tiny_cache, tmp_path / "out", trials_per_device=4)
-    words = command(four, tiny_cache, plan.out, "--trials-per-device", 4)
+def test_a_killed_sweep_goes_on_to_the_same_table(swept, two, tiny_cache, tmp_path):
+    plan = plan_of(two, tiny_cache, tmp_path / "out", trials_per_device=2)
+    words = command(two, tiny_cache, plan.out, "--trials-per-device", 2)
     process = started(words, plan, steps=12)
     children = children_of(process)
     os.kill(next(pid for pid in children if is_trial(pid)), signal.SIGKILL)
@@ -197,7 +203,7 @@ def test_a_killed_sweep_goes_on_to_the_same_table(swept, four, tiny_cache, tmp_p
         time.sleep(0.01)
     process.kill()
     process.communicate(timeout=60)
-    assert len(children) >= 4
+    assert len(children) >= 2
     deadline = time.monotonic() + 20
     while any(map(is_alive, children)):
         assert time.monotonic() < deadline, "a trial outlived its sweep"
@@ -215,9 +221,9 @@ def test_a_killed_sweep_goes_on_to_the_same_table(swept, four, tiny_cache, tmp_p
 def test_a_sweep_that_is_asked_to_stop_saves_its_trials_and_exits_with_zero(tiny_cache, tmp_path):
     file = sweep_file(tmp_path, "[grid]\nblock_size = [3, 4, 5]", max_steps=5000, epochs=4000)
     plan = plan_of(file, tiny_cache, tmp_path / "out")
-    two = replace(plan, trials=plan.trials[:2])
+    first = replace(plan, trials=plan.trials[:2])
     words = command(file, tiny_cache, plan.out, "--trials-per-device", 2)
-    process = started(words, two, steps=3)
+    process = started(words, first, steps=3)
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
@@ -229,11 +235,30 @@ def test_a_sweep_that_is_asked_to_stop_saves_its_trials_and_exits_with_zero(tiny
         "block_size=4": "interrupted",
         "block_size=5": "queued",
     }
-    for one in two.trials:
+    for one in first.trials:
         saved = checkpoint.step_of(checkpoint.checkpoints(one.config.out)[-1])
         assert saved == losses(one.config.out)[-1][0]
         assert f"{one.name} " in out
     assert not (plan.out / ".lock").exists()
+
+
+def quiet_life(parent: int, task, mouth) -> None:
+    settle(parent)
+    mouth.send((None,))
+
+
+def test_ctrl_c_at_the_terminal_while_a_trial_starts_is_left_to_the_sweep():
+    process = trial.Started(None, life=quiet_life)
+    # The terminal sends it to every process of the group; this one still imports.
+    os.kill(process.process.pid, signal.SIGINT)
+    assert wait([process.sentinel], timeout=60)
+    while (ended := process.ended()) is None:
+        time.sleep(0.01)
+    assert ended == Ended(failed=None, stopped=False)
+    # A request that comes while its end is being noted ends nobody else.
+    process.ask()
+    process.kill()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 # --- with trials in this process ------------------------------------------------------------------
@@ -399,6 +424,15 @@ def test_halving_of_trials_with_unlike_steps_is_refused(tiny_cache, tmp_path, cr
         sweep.sweep(plan_of(file, tiny_cache, tmp_path / "out", halving=2), begin=crews)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"), [("max_steps = [8, 16]", "unlike numbers"), ("max_steps = [2]", "too few")]
+)
+def test_a_dry_run_refuses_the_rungs_that_a_sweep_would(tiny_cache, tmp_path, text, told):
+    file = sweep_file(tmp_path, f"[grid]\n{text}")
+    with pytest.raises(ConfigError, match=told):
+        sweep.look(plan_of(file, tiny_cache, tmp_path / "out", halving=4))
+
+
 def test_runs_that_were_not_measured_at_a_rung_are_not_halved(tiny_cache, tmp_path, crews):
     file = sweep_file(tmp_path, "[grid]\nlr = [1e-3, 2e-3]", **small())
     sweep.sweep(plan_of(file, tiny_cache, tmp_path / "out"), begin=crews)
@@ -447,6 +481,18 @@ def test_trials_that_a_crash_left_a_save_behind_catch_up_without_a_trace(
     assert losses(plan.trials[0].config.out) == losses(alone)
     assert evals(plan.trials[0].config.out) == evals(alone)
     assert {row["status"] for row in report["trials"]} == {"done"}
+
+
+def test_a_trial_begins_where_its_newest_readable_checkpoint_stands(tiny_cache, tmp_path):
+    run = tmp_path / "run"
+    assert trial.begins(run) == (0, 0)
+    loop.fit(tiny_fit(tiny_cache, run, max_steps=4, checkpoint_every=2, eval_every=2))
+    folders = checkpoint.checkpoints(run)
+    states = [json.loads((folder / "state.json").read_text()) for folder in folders]
+    places = [(state["epoch"], state["index"]) for state in states]
+    assert trial.begins(run) == places[-1] != places[-2]
+    (folders[-1] / "state.json").write_text('{"epoch": 0')
+    assert trial.begins(run) == places[-2]
 
 
 @pytest.mark.parametrize("what", ["run", "thesis"])
@@ -504,6 +550,22 @@ def test_trials_share_a_group_where_they_see_the_same_packs(tmp_path, changes, s
     config = tiny_fit(Path("cache"), tmp_path)
     other = replace(config, **changes)
     assert (prospects.group_of(config) == prospects.group_of(other)) == same
+    assert (prospects.parted_by([config, other]) == []) == same
+
+
+def test_trials_that_cannot_share_a_read_are_told_why(tiny_cache, tmp_path, crews, capsys):
+    file = sweep_file(tmp_path, "[grid]\nseed = [1, 2]", **small())
+    plan = plan_of(file, tiny_cache, tmp_path / "out")
+    told = "trials differ in seed, so they see 2 unlike sequences of packs"
+    assert sweep.look(plan)["parting"].startswith(told)
+    report = sweep.sweep(plan, begin=crews)
+    assert told in capsys.readouterr().err
+    read = {"bytes_read": 20, "bytes_alone": 20, "ratio": 1.0}
+    rows = [{**row, "bytes_taken": 10} for row in report["trials"]]
+    words = sweep_table({**report, **read, "trials": rows})
+    assert "1.00 times what one trial of each of 2 kinds of packs reads" in words
+    sweep_file(tmp_path, "[grid]\nseed = [1, 2]", **small(data_seed=0))
+    assert sweep.look(plan_of(file, tiny_cache, tmp_path / "new"))["parting"] is None
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -521,7 +583,7 @@ def test_the_command_prints_a_table_or_one_object_and_fails_where_a_trial_has(
     told = run_cli(*words)
     assert told.exit_code == 0, told.output
     lines = told.stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:5]] == [row["name"] for row in report["trials"]]
+    assert [line.split()[0] for line in lines[1:3]] == [row["name"] for row in report["trials"]]
     assert "times what one trial reads" in lines[-1]
     found = json.loads(run_cli(*words, "--json").stdout)
     assert table(found) == table(report)
@@ -529,10 +591,10 @@ def test_the_command_prints_a_table_or_one_object_and_fails_where_a_trial_has(
     assert run_cli(*words).exit_code == 1
 
 
-def test_a_dry_run_tells_what_trials_take_and_writes_nothing(tiny_cache, four, tmp_path):
-    words = ["--sweep", four, "--cache", tiny_cache, "--out", tmp_path / "out", "--dry-run"]
+def test_a_dry_run_tells_what_trials_take_and_writes_nothing(tiny_cache, two, tmp_path):
+    words = ["--sweep", two, "--cache", tiny_cache, "--out", tmp_path / "out", "--dry-run"]
     report = json.loads(run_cli(*words, "--json").stdout)
-    assert [row["steps"] for row in report["trials"]] == [STEPS] * 4
+    assert [row["steps"] for row in report["trials"]] == [STEPS] * 2
     assert report["read_bytes"] == max(row["read_bytes"] for row in report["trials"])
     assert report["read_bytes_alone"] == sum(row["read_bytes"] for row in report["trials"])
     told = run_cli(*words)
