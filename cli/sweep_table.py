@@ -47,9 +47,12 @@ def reading(report: Mapping[str, Any]) -> str:
     read, alone, ratio = report["bytes_read"], report["bytes_alone"], report["ratio"]
     if not read or ratio is None:
         return "read from the cache  nothing"
+    rows = [row for row in report["trials"] if row["bytes_taken"] and not row.get("dropped")]
+    groups = len({row["group"] for row in rows})
+    several = f" of each of {groups} kinds of packs" if groups > 1 else ""
     return (
-        f"read from the cache  {gigabytes(read)}: {ratio:.2f} times what one trial reads; each by "
-        f"itself they would have read {gigabytes(alone)}, {alone / read:.1f} times as much"
+        f"read from the cache  {gigabytes(read)}: {ratio:.2f} times what one trial{several} reads; "
+        f"each by itself they would have read {gigabytes(alone)}, {alone / read:.1f} times as much"
     )
 
 
@@ -74,7 +77,7 @@ def foresight(report: Mapping[str, Any]) -> str:
         f"on {', '.join(report['devices'])}; {gigabytes(read)} to read where all trials train side "
         f"by side, {gigabytes(alone)} each by itself"
     )
-    return "\n\n".join([aligned([head, *rows]), told])
+    return "\n\n".join([aligned([head, *rows]), *filter(None, [told, report["parting"]])])
 
 
 def gigabytes(size: float) -> str:

@@ -72,7 +72,8 @@ class Crew:
         self.rungs = self._rungs()
         self.asked = False
         self.begun: set[str] = set()  # trials that were started by this command
-        self.host_room, self.moment = host_room(), time.monotonic()
+        packs = shared.most_bytes((one.group, one.planes, one.rows) for one in prospects.values())
+        self.host_room, self.moment = host_room() - packs, time.monotonic()
         self.told = 0  # messages of the shared reads
         self.written: object = None
         steps = [one.steps for one in prospects.values()]

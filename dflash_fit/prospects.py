@@ -2,9 +2,11 @@
 
 import json
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -94,6 +96,18 @@ def group_of(config: FitConfig) -> str:
     """The same for trials that see the same packs in the same order."""
     order = None if config.unit_order is None else str(config.unit_order)
     return json.dumps([config.token_budget, config.seed_of_packs, config.held_out, order])
+
+
+def parted_by(configs: Iterable[FitConfig]) -> list[str]:
+    """Options by which trials see unlike packs; none where all see the same."""
+    every = list(configs)
+    seen: dict[str, set[Any]] = {
+        "token_budget": {config.token_budget for config in every},
+        "seed": {config.seed_of_packs for config in every},
+        "held_out": {config.held_out for config in every},
+        "unit_order": {config.unit_order for config in every},
+    }
+    return [name for name, values in seen.items() if len(values) > 1]
 
 
 def place_of(device: str, *, most: int | None) -> Place:

@@ -125,9 +125,8 @@ def memory_of(run: RunRecord) -> float | None:
 def remarks(standings: Sequence[Standing]) -> list[str]:
     found = [f"{one.name}: {note}" for one in standings if one.run for note in one.run.notes]
     for one in standings:
-        problem = one.trial.get("error")
-        if isinstance(problem, str):
-            found.append(f"{one.name}: {problem}")
+        if one.problem is not None:
+            found.append(f"{one.name}: {one.problem}")
         if one.run and not one.run.last:
             found.append(f"{one.name}: nothing logged yet")
     skipped = [

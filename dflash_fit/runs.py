@@ -21,6 +21,7 @@ from dflash_fit.provenance import json_of
 
 METRICS, SWEEP = "metrics.jsonl", "sweep.json"
 ALIVE = 600.0  # seconds; a run that wrote a line since then is taken for running
+FAILED = "failed: "  # before the reason, in sweep.json
 # Of config.json: what is no option.
 NO_OPTIONS = ("cache_identity", "cache_fingerprint")
 
@@ -120,8 +121,22 @@ class Standing:
 
     @property
     def status(self) -> str:
-        told = self.trial.get("status")
-        return told if isinstance(told, str) else self.run.status if self.run else "no run"
+        """In the words of runs; of a sweep also `halved at step n`, `interrupted`, `queued`."""
+        told = word(self.trial.get("status"))
+        if told is None:
+            return self.run.status if self.run else "no run"
+        if told == "done":
+            return "finished"
+        # A sweep that was killed could not take back that its trials run.
+        if told == "running" and self.run and self.run.status == "stopped":
+            return "stopped"
+        return told.partition(":")[0]
+
+    @property
+    def problem(self) -> str | None:
+        """Why a trial failed."""
+        told = word(self.trial.get("status")) or ""
+        return told.removeprefix(FAILED) if told.startswith(FAILED) else None
 
 
 def find_standings(folders: Sequence[Path], *, now: float | None = None) -> list[Standing]:
@@ -136,9 +151,13 @@ def find_standings(folders: Sequence[Path], *, now: float | None = None) -> list
             if trial or place not in trials:
                 trials[place] = trial
     names = short_names(list(trials))
+    own = {place: word(trial.get("name")) for place, trial in trials.items()}
+    for place, name in own.items():
+        if name is not None and list(own.values()).count(name) == 1:  # two sweeps may share it
+            names[place] = name
     found = [
         Standing(
-            name=trial["name"] if isinstance(trial.get("name"), str) else names[place],
+            name=names[place],
             run=read_run(place, now=moment) if is_run(place) else None,
             trial=trial,
         )

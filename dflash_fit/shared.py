@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -96,6 +96,10 @@ class SharedReads:
         self.listener.close()
         self.folder.cleanup()
         self.stocks.close()
+
+    def most_bytes(self, trials: Iterable[tuple[str, Sequence[Plane], int]]) -> int:
+        """Memory that packs of trials with these groups, planes and rows may take."""
+        return self.stocks.most_bytes(trials)
 
     def join(self, trial: str, group: str, planes: Sequence[Plane], rows: int) -> None:
         """A trial that will come: from now on packs of its group are kept for it.
@@ -249,6 +253,8 @@ class SharedReads:
 
     def _reply(self, member: Member, ask: Ask, want: Want) -> int | Exception | None:
         with self.changed:
+            if not self._knows(member):  # its slot may hold another pack by now
+                raise EOFError
             if ask.slot is None or ask.alone:
                 return ask.error
             part = Fraction(len(want.planes), len(member.stock.planes_read(want.order)))

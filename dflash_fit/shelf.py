@@ -112,10 +112,14 @@ class Shelf:
         self.trials[trial] = Trial(name=trial)
 
     def forget(self) -> None:
-        """All trials have left: what is there for training was for them; nobody waits for it."""
+        """All trials have left: what is there for training was for them; nobody waits for it.
+
+        What is still being read for one that died stays where it is.
+        """
         for slot in self.training:
-            assert not slot.busy, slot
-            slot.order, slot.key, slot.ready = None, None, False
+            assert not slot.users, slot
+            if not slot.reading:
+                slot.order, slot.key, slot.ready = None, None, False
 
     def begin(self, trial: str, order: Order) -> None:
         """The trial is here, and this is the first pack that it will take."""

@@ -4,6 +4,7 @@ The caller's lock guards all of it.
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -97,6 +98,17 @@ class Stocks:
             self.every.append(stock)
         stock.trials[trial] = planes
         return stock
+
+    def most_bytes(self, trials: Iterable[tuple[str, Sequence[Plane], int]]) -> int:
+        """About what packs of trials with these groups, planes and rows take, if all are there."""
+        wanted: defaultdict[tuple[str, int], list[Sequence[Plane]]] = defaultdict(list)
+        for group, planes, rows in trials:
+            wanted[group, rows].append(planes)
+        sizes = (
+            memory_bytes(self.identity, planes=len(union(planes)), rows=rows)
+            for (_, rows), planes in wanted.items()
+        )
+        return min(self.budget, 2 * MOST_SLOTS * sum(sizes))  # as many are measured, at a guess
 
     def open(self, stock: Stock) -> str | None:
         """Before the first of its trials begins; says what is to be told."""

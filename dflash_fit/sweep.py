@@ -11,7 +11,7 @@ OUT/logs/<trial>.txt  what a trial said
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -23,10 +23,12 @@ from dflash_cache import lock, ranks
 from dflash_cache.errors import ConfigError, DFlashError
 from dflash_cache.reader import CacheReader
 from dflash_fit import checkpoint, loop
-from dflash_fit.crew import Begin, Crew
+from dflash_fit.config import FitConfig
+from dflash_fit.crew import Begin, Crew, say
 from dflash_fit.errors import FitError, RunFolderError
+from dflash_fit.halving import rungs_of
 from dflash_fit.places import Place
-from dflash_fit.prospects import Prospect, Rates, place_of, prospect
+from dflash_fit.prospects import Prospect, Rates, group_of, parted_by, place_of, prospect
 from dflash_fit.runs import SWEEP
 from dflash_fit.shared import SharedReads
 from dflash_fit.sweep_plan import Plan
@@ -49,6 +51,8 @@ def sweep(plan: Plan, *, begin: Begin = Started) -> dict[str, Any]:
         for path in checkpoint.partials_of(plan.out, SWEEP):
             path.unlink()
         found, failed = prospects_of(plan, reader, torch.device(places[0].device))
+        if told := parting([trial.config for trial in plan.trials if trial.name in found]):
+            say(told)
         crew = Crew(plan, found, failed, places, shared, begin)
         with stop_requests(crew), crew.bar:
             crew.work()
@@ -93,9 +97,29 @@ def prospects_of(
             found[trial.name] = prospect(trial.config, reader, device)
         except DFlashError as error:
             failed[trial.name] = str(error)
-    if plan.halving is not None:
-        refuse_unlike_steps({name: one.steps for name, one in found.items()})
+    rungs_for(plan, found)
     return found, failed
+
+
+def rungs_for(plan: Plan, found: Mapping[str, Prospect]) -> list[int]:
+    """Steps at which trials are compared; none without --halving."""
+    if plan.halving is None or not found:
+        return []
+    refuse_unlike_steps({name: one.steps for name, one in found.items()})
+    return rungs_of(next(iter(found.values())).steps, plan.halving)
+
+
+def parting(configs: Sequence[FitConfig]) -> str | None:
+    """What keeps trials from sharing a read; None where all of them do."""
+    names = parted_by(configs)
+    if not names:
+        return None
+    groups = len({group_of(config) for config in configs})
+    hint = "; with one --data-seed, seeds make no difference" if "seed" in names else ""
+    return (
+        f"trials differ in {', '.join(names)}, so they see {groups} unlike sequences of packs; "
+        f"only those with the same one share a read{hint}"
+    )
 
 
 def refuse_unlike_steps(steps: dict[str, int]) -> None:
@@ -147,6 +171,7 @@ def look(plan: Plan) -> dict[str, Any]:
     rates = Rates(device)
     trials: list[dict[str, Any]] = []
     read: dict[str, float] = {}
+    able: dict[str, Prospect] = {}
     for trial in plan.trials:
         row = {"name": trial.name, "options": as_json(trial.options)}
         try:
@@ -154,7 +179,7 @@ def look(plan: Plan) -> dict[str, Any]:
         except DFlashError as error:
             trials.append({**row, "error": str(error)})
             continue
-        told = found.estimate
+        told, able[trial.name] = found.estimate, found
         read[found.group] = max(read.get(found.group, 0.0), told.read_bytes)
         trials.append({
             **row,
@@ -164,6 +189,7 @@ def look(plan: Plan) -> dict[str, Any]:
             "read_bytes": round(told.read_bytes),
             "hours": told.hours,
         })  # fmt: skip
+    rungs_for(plan, able)
     return {
         "file": str(plan.file),
         "devices": [place.device for place in places],
@@ -171,4 +197,5 @@ def look(plan: Plan) -> dict[str, Any]:
         "failed": sum("error" in row for row in trials),
         "read_bytes_alone": sum(row.get("read_bytes", 0) for row in trials),
         "read_bytes": round(sum(read.values())),
+        "parting": parting([trial.config for trial in plan.trials if trial.name in able]),
     }

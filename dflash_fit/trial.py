@@ -10,9 +10,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from dflash_cache.reader import Reader
 from dflash_fit import checkpoint, loop
 from dflash_fit.config import FitConfig
 from dflash_fit.shared import open_shared
-from dflash_fit.sound import read_record
+from dflash_fit.sound import Flawed, read_record
 from dflash_fit.world import World
 
 
@@ -63,7 +64,8 @@ class Started:
         self.ear, mouth = context.Pipe(duplex=False)
         # PR_SET_PDEATHSIG goes by threads: only the main thread may start processes.
         self.process = context.Process(target=life or live, args=(os.getpid(), task, mouth))
-        self.process.start()
+        with deaf_to_the_terminal():
+            self.process.start()
         mouth.close()
 
     @property
@@ -73,10 +75,12 @@ class Started:
 
     def ask(self) -> None:
         """To save and end."""
-        self.process.terminate()
+        with suppress(ValueError):  # its end has just been noted
+            self.process.terminate()
 
     def kill(self) -> None:
-        self.process.kill()
+        with suppress(ValueError):
+            self.process.kill()
 
     def ended(self) -> Ended | None:
         """How it ended; None as long as it has not."""
@@ -92,6 +96,20 @@ class Started:
         if told is not None:
             return Ended(failed=told[0], stopped=False)
         return Ended(failed=how_it_died(code or 0), stopped=code == -signal.SIGTERM)
+
+
+@contextmanager
+def deaf_to_the_terminal() -> Iterator[None]:
+    """A process that is started in it never hears SIGINT; this one does, a moment later.
+
+    Ctrl-C goes to all processes of the terminal's group, also to one that still imports.
+    """
+    resource_tracker.ensure_running()  # else `start` does this, and unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def how_it_died(code: int) -> str:
@@ -135,7 +153,10 @@ def reason_of(work: Callable[[], object]) -> str | None:
         return str(error)
     except torch.OutOfMemoryError:
         traceback.print_exc()
-        return "the GPU is out of memory; fewer trials at once (--trials-per-device) need less"
+        return (
+            "the GPU is out of memory; fewer trials at once (--trials-per-device) need less, and "
+            "where it had the GPU to itself a smaller --token-budget or --anchor-microbatch"
+        )
     except Exception as error:
         traceback.print_exc()
         return f"{type(error).__name__}: {first_line(error)}"
@@ -164,8 +185,8 @@ def reader_of(config: FitConfig, task: Task) -> Reader:
 
 def begins(run: Path) -> tuple[int, int]:
     """Epoch and number of the first pack that a run is going to train on."""
-    saved = checkpoint.checkpoints(run)
-    if not saved:
-        return 0, 0
-    state = read_record(saved[-1]).state
-    return int(state["epoch"]), int(state["index"])
+    for path in reversed(checkpoint.checkpoints(run)):
+        with suppress(Flawed):  # the run goes on from the one before
+            state = read_record(path).state
+            return int(state["epoch"]), int(state["index"])
+    return 0, 0

@@ -270,6 +270,7 @@ def test_trials_of_two_sweeps_that_share_their_names_are_told_apart(tmp_path):
 
 def test_a_trial_of_a_killed_sweep_does_not_run_for_ever(tmp_path):
     sweep = made_up_sweep(tmp_path / "sweep", 2)
+    shutil.rmtree(sweep / "trial-00")
     run = made_up_run(sweep / "trial-00", steps=20, planned=30)
     told = json.loads((sweep / "sweep.json").read_text())
     told["trials"][0]["status"] = "running"

@@ -384,9 +384,27 @@ def test_the_memory_of_packs_stays_within_the_budget(cache):
         assert len(stock.shelf.training) == 4
         assert len(stock.shelf.measuring) == 4
         assert len(stock.memories) * size <= budget
+        assert reads.most_bytes([("g", [0], ROWS), ("g", [0], ROWS)]) == budget
         for trial in (a, b):
             trial.reader.close()
     assert Path("/proc/self/maps").read_text().count(pack_memory.NAME) == before
+
+
+def test_the_memory_that_trials_share_is_foreseen(cache):
+    packs, _ = packs_of(cache)
+    size = ROWS * 32 * 2
+    with SharedReads(cache) as reads:
+        trials = begin(reads, ("a", [0]), ("b", [4]))
+        foreseen = reads.most_bytes([("group", [0], ROWS), ("group", [4], ROWS)])
+        for index, pack in enumerate(packs):
+            for trial in trials:
+                trial.take(pack, (0, index))
+                trial.take(pack)
+        (stock,) = reads.stocks.every
+        assert stock.training_bytes == MOST_SLOTS * 2 * size
+        assert stock.training_bytes <= foreseen <= 2 * stock.training_bytes
+        for trial in trials:
+            trial.reader.close()
 
 
 def test_trials_that_come_later_share_among_themselves_and_find_what_was_measured(cache):
@@ -437,14 +455,12 @@ def test_trials_begin_while_a_pack_is_still_read_for_those_that_died(cache, monk
     real = CacheReader.read_documents
 
     def slowly(reader, *arguments, **more):
-        if reader.root == held_up.reader.root and not isinstance(reader, SharedReader):
-            if threading.current_thread().name == "shared read" and not go_on.is_set():
-                reading.set()
-                assert go_on.wait(20)
+        if threading.current_thread().name == "shared read":
+            reading.set()
+            assert go_on.wait(20)
         real(reader, *arguments, **more)
 
     with SharedReads(cache) as reads, ThreadPoolExecutor(1) as pool:
-        held_up = reads
         monkeypatch.setattr(CacheReader, "read_documents", slowly)
         dead, other = begin(reads, ("dead", [0]), ("other", [0]))
         asked = pool.submit(dead.take, packs[0], BEGIN)

@@ -21,7 +21,7 @@ from dflash_cache.lock import held
 from dflash_cache.reader import CacheReader
 from dflash_cli.main import main
 from dflash_cli.sweep_table import sweep_table
-from dflash_fit import checkpoint, loop, prospects, sweep, trial
+from dflash_fit import checkpoint, crew, loop, prospects, sweep, trial
 from dflash_fit.errors import FitError, RunFolderError
 from dflash_fit.sweep_plan import SweepConfig, plan_sweep
 from dflash_fit.trial import Ended
@@ -72,27 +72,24 @@ def evals(run: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_cache, tmp_path_factory) -> Path:
-    """Two block sizes, with unlike subsets of the target layers."""
+def four(tiny_cache, tmp_path_factory) -> Path:
+    """Two block sizes, each with two subsets of the target layers."""
     layers = CacheReader(tiny_cache).identity.target_layer_ids
-    text = "".join(
-        f"[[trials]]\nblock_size = {size}\ntarget_layers = {own}\n"
-        for size, own in ((3, layers), (4, layers[1:]))
-    )
-    return sweep_file(tmp_path_factory.mktemp("two"), text)
+    text = f"[grid]\nblock_size = [3, 4]\ntarget_layers = [{layers}, {layers[1:]}]\n"
+    return sweep_file(tmp_path_factory.mktemp("four"), text)
 
 
 @pytest.fixture(scope="module")
-def swept(tiny_cache, two, tmp_path_factory):
+def swept(tiny_cache, four, tmp_path_factory):
     """A whole sweep, in processes, and its plan."""
     out = tmp_path_factory.mktemp("swept") / "out"
-    plan = plan_of(two, tiny_cache, out, trials_per_device=2)
+    plan = plan_of(four, tiny_cache, out, trials_per_device=4)
     return plan, sweep.sweep(plan)
 
 
 def test_trials_of_a_sweep_equal_the_same_runs_alone_and_read_as_much_as_one(swept, tmp_path):
     plan, report = swept
-    assert [row["status"] for row in report["trials"]] == ["done"] * 2
+    assert [row["status"] for row in report["trials"]] == ["done"] * 4
     read_alone = []
     for one in plan.trials:
         readers = []
@@ -191,9 +188,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_killed_sweep_goes_on_to_the_same_table(swept, two, tiny_cache, tmp_path):
-    plan = plan_of(two, tiny_cache, tmp_path / "out", trials_per_device=2)
-    words = command(two, tiny_cache, plan.out, "--trials-per-device", 2)
+def test_a_killed_sweep_goes_on_to_the_same_table(swept, four, tiny_cache, tmp_path):
+    plan = plan_of(four, tiny_cache, tmp_path / "out", trials_per_device=4)
+    words = command(four, tiny_cache, plan.out, "--trials-per-device", 4)
     process = started(words, plan, steps=12)
     children = children_of(process)
     os.kill(next(pid for pid in children if is_trial(pid)), signal.SIGKILL)
@@ -203,7 +200,7 @@ def test_a_killed_sweep_goes_on_to_the_same_table(swept, two, tiny_cache, tmp_pa
         time.sleep(0.01)
     process.kill()
     process.communicate(timeout=60)
-    assert len(children) >= 2
+    assert len(children) >= 4
     deadline = time.monotonic() + 20
     while any(map(is_alive, children)):
         assert time.monotonic() < deadline, "a trial outlived its sweep"
@@ -268,6 +265,7 @@ class AloneReads:
     """Stands where `SharedReads` does; trials read by themselves."""
 
     address = ""
+    packs = 0  # bytes of memory
 
     def __init__(self, cache: str) -> None:
         self.told: list[str] = []
@@ -279,6 +277,9 @@ class AloneReads:
 
     def __exit__(self, *_: object) -> None:
         assert not self.now
+
+    def most_bytes(self, trials):
+        return self.packs
 
     def join(self, name, group, planes, rows):
         assert name not in self.now
@@ -356,6 +357,17 @@ def test_trials_that_have_no_room_take_turns(tiny_cache, tmp_path, crews):
     assert [name for name, _, _ in crews.begun] == ["lr=0.001", "lr=0.002", "lr=0.003"]
     assert crews.most == 1
     assert {row["status"] for row in report["trials"]} == {"done"}
+
+
+def test_packs_in_memory_leave_less_room_for_trials(tiny_cache, tmp_path, crews, monkeypatch):
+    monkeypatch.setattr(crew, "host_room", lambda: 10**12)
+    file = sweep_file(tmp_path, "[grid]\nlr = [1e-3, 2e-3]", **small())
+    for packs, most in ((0, 2), (10**12, 1)):
+        monkeypatch.setattr(AloneReads, "packs", packs)
+        begun = Crews()
+        out = tmp_path / f"out-{packs}"
+        sweep.sweep(plan_of(file, tiny_cache, out, trials_per_device=2), begin=begun)
+        assert begun.most == most
 
 
 def test_a_trial_that_fails_is_named_and_the_others_train(tiny_cache, tmp_path, crews, monkeypatch):
@@ -583,7 +595,7 @@ def test_the_command_prints_a_table_or_one_object_and_fails_where_a_trial_has(
     told = run_cli(*words)
     assert told.exit_code == 0, told.output
     lines = told.stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:3]] == [row["name"] for row in report["trials"]]
+    assert [line.split()[0] for line in lines[1:5]] == [row["name"] for row in report["trials"]]
     assert "times what one trial reads" in lines[-1]
     found = json.loads(run_cli(*words, "--json").stdout)
     assert table(found) == table(report)
@@ -591,10 +603,10 @@ def test_the_command_prints_a_table_or_one_object_and_fails_where_a_trial_has(
     assert run_cli(*words).exit_code == 1
 
 
-def test_a_dry_run_tells_what_trials_take_and_writes_nothing(tiny_cache, two, tmp_path):
-    words = ["--sweep", two, "--cache", tiny_cache, "--out", tmp_path / "out", "--dry-run"]
+def test_a_dry_run_tells_what_trials_take_and_writes_nothing(tiny_cache, four, tmp_path):
+    words = ["--sweep", four, "--cache", tiny_cache, "--out", tmp_path / "out", "--dry-run"]
     report = json.loads(run_cli(*words, "--json").stdout)
-    assert [row["steps"] for row in report["trials"]] == [STEPS] * 2
+    assert [row["steps"] for row in report["trials"]] == [STEPS] * 4
     assert report["read_bytes"] == max(row["read_bytes"] for row in report["trials"])
     assert report["read_bytes_alone"] == sum(row["read_bytes"] for row in report["trials"])
     told = run_cli(*words)
