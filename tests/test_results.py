@@ -65,6 +65,8 @@ def test_the_step_is_as_fast_as_we_want_it(key):
 def test_a_build_is_as_fast_as_the_forward_of_its_target(key):
     compare, bound = EXTRACT[key]
     assert compare(figures("extract-h200.json")[key], bound)
+
+
 # Two H200s: the all-reduce between them, a killed rank, a target that they share.
 TWO = {
     "reduce_over_alone": (at_most, 1.02),
