@@ -4,6 +4,7 @@ import math
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
@@ -53,10 +54,10 @@ def test_every_unit_is_dealt_to_exactly_one_of_many_threads(board):
 
     def work(worker: int) -> list[str]:
         own, mine = member(board, worker), []
-        for unit in own.fresh(units):
+        # One that is counted and not yet taken down may go to who is through with the fresh ones.
+        for unit in chain(own.fresh(units), own.left(units)):
             mine.append(unit.name)
             own.committed(unit)
-        assert list(own.left(units)) == []
         return mine
 
     with ThreadPoolExecutor(4) as pool:
