@@ -391,10 +391,19 @@ def test_a_feed_is_iterated_once(tiny_cache, device_feed, kind):
 
 
 def test_an_interrupt_while_waiting_for_a_pack_ends_the_threads(tiny_cache, device_feed):
+    waited_for = threading.Event()
+
     class Slow(PackSource):
         def fill(self, batch, position, lane=0):
-            time.sleep(0.3)
+            waited_for.set()
+            time.sleep(1.0)
             return super().fill(batch, position, lane)
+
+    def interrupt() -> None:
+        # Not before the feed is made and waits, however long that takes.
+        waited_for.wait()
+        time.sleep(0.5)
+        signal.raise_signal(signal.SIGINT)
 
     plain = tiny_source(tiny_cache)
     source = Slow(
@@ -402,8 +411,8 @@ def test_an_interrupt_while_waiting_for_a_pack_ends_the_threads(tiny_cache, devi
     )
     before = sys.getswitchinterval()
     for make in (cpu_feed, device_feed):
-        timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
-        timer.start()
+        waited_for.clear()
+        threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             next(iter(make(source, START, 8)))
         assert own_threads() == []
