@@ -240,7 +240,7 @@ def test_a_final_state_that_goes_wrong_later_is_read_back(
     bug, cause = FINAL_MISTAKES[mistake]
     after_the_proofs(monkeypatch, bug)
     message = refused(target, data, tmp_path / "out", *NOT_ASKED, "--final-hidden")
-    assert_told(f"unit u000000, sample [0-9]+, final hidden state: read back .*{cause}", message)
+    assert_told(f"unit u[0-9]+, sample [0-9]+, final hidden state: read back .*{cause}", message)
 
 
 # --- after the proofs ---------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def nan_in_one_row(states: list[Tensor], ids: Tensor) -> list[Tensor]:
     return wrong
 
 
-READ_BACK = "unit u000000, sample [0-9]+, target layer [135]: read back from the disk, .*: "
+READ_BACK = "unit u[0-9]+, sample [0-9]+, target layer [135]: read back from the disk, .*: "
 LATER = {
     "zeroed": (in_batches(zeroed), "sample [0-9]+, target layer 1: a token's state is all zeros"),
     "NaN in one row": (
