@@ -294,13 +294,16 @@ def test_two_processes_that_share_a_target_build_the_cache_of_one(
 
 def test_a_hangup_that_is_ignored_does_not_end_the_workers():
     """As under nohup, where torch's launcher listens for it all the same."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # These tests themselves may run in the background of a shell.
+    usual = (signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in usual}
     try:
         assert launcher.signals_heard() == ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert launcher.signals_heard() == ["SIGTERM", "SIGINT", "SIGQUIT"]
     finally:
-        signal.signal(signal.SIGHUP, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_disk_that_is_full_before_the_workers_begin_is_told(
