@@ -10,7 +10,6 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from dflash_cache.errors import DFlashError, ToldElsewhere
 from dflash_cache.launcher import ProcessDied, Stopped, launch, number_here, settle
 from dflash_cache.meeting import STORE_IS_GONE, first_line, open_store
 from dflash_cache.ranks import Meeting, Rank
+from dflash_cache.signals import heard_by
 from dflash_fit.circle import KEPT, STORE_GONE, Depart, tell
 from dflash_fit.errors import FitError
 from dflash_fit.verdict import Verdict
@@ -36,7 +36,6 @@ CONSEQUENCE = 6.0
 # Seconds that rank 0 keeps the store for those who have not heard the end, a good one or another.
 LAST_RANKS, LAST_RANKS_OF_FAILURE = 60.0, 10.0
 AGENT_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)  # those that end all ranks at once
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # those that ask them to save and end
 
 Config = TypeVar("Config")
 Work = Callable[[World, Config], dict[str, Any]]
@@ -169,16 +168,8 @@ def _stop_requests(job: Store, size: int) -> Iterator[list[int]]:
         if len(ranks) < size:
             raise _stopped_early(number)
 
-    if threading.current_thread() is not threading.main_thread():
+    with heard_by(hear):
         yield asked
-        return
-    heard = [s for s in STOP_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, hear) for number in heard}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _send(process: int, number: signal.Signals) -> None:
@@ -259,7 +250,7 @@ def _take_part(
             depart=depart,
         )
         result = world.share(work(world, config))
-        with _deaf():
+        with heard_by(signal.SIG_IGN):  # whoever asks for the end now gets it anyway
             if world.first:
                 job.set("result", pickle.dumps(result).hex())
             world.part()
@@ -282,20 +273,6 @@ def _take_part(
         with suppress(ToldElsewhere):
             _give(verdict, told, world)
         raise
-
-
-@contextmanager
-def _deaf() -> Iterator[None]:
-    """Whoever asks for the end now gets it anyway."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _release(world: World | None) -> None:

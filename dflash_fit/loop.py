@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from dflash_cache.disk import full_disk_is_told
 from dflash_cache.errors import ConfigError, DFlashError
 from dflash_cache.growing import open_cache
 from dflash_cache.reader import Reader
+from dflash_cache.signals import heard_by
 from dflash_fit import checkpoint
 from dflash_fit.agreement import Agreement
 from dflash_fit.checkpoint import START, RunState
@@ -30,7 +30,7 @@ from dflash_fit.estimate import Estimate
 from dflash_fit.feed import Feed
 from dflash_fit.follow import Followed
 from dflash_fit.graph import Capture, GraphStep
-from dflash_fit.launch import STOP_SIGNALS, fit_as_rank, fit_everywhere
+from dflash_fit.launch import fit_as_rank, fit_everywhere
 from dflash_fit.lookout import ORDER_FILE
 from dflash_fit.metrics import means
 from dflash_fit.offline import offline_acceptance
@@ -434,9 +434,6 @@ def stop_signals(plan: Outline) -> Iterator[Callable[[], bool]]:
     not hear, as in the background of a script.
     """
     caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
 
     def hear(number: int, _frame: FrameType | None) -> None:
         if caught and number == signal.SIGINT:
@@ -445,10 +442,5 @@ def stop_signals(plan: Outline) -> Iterator[Callable[[], bool]]:
         if isinstance(plan.course, Followed):
             plan.course.stop()
 
-    heard = [s for s in STOP_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, hear) for number in heard}
-    try:
+    with heard_by(hear):
         yield lambda: bool(caught)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -9,8 +9,6 @@ OUT/logs/<trial>.txt  what a trial said
 """
 
 import os
-import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 from dflash_cache import lock, ranks
 from dflash_cache.errors import ConfigError, DFlashError
 from dflash_cache.reader import CacheReader
+from dflash_cache.signals import heard_by
 from dflash_fit import checkpoint, loop
 from dflash_fit.config import FitConfig
 from dflash_fit.crew import Begin, Crew, say
@@ -35,8 +34,6 @@ from dflash_fit.sweep_plan import Plan
 from dflash_fit.sweep_record import as_json
 from dflash_fit.trackers import require_trackers
 from dflash_fit.trial import Started
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # those that ask trials to save and end
 
 
 def sweep(plan: Plan, *, begin: Begin = Started) -> dict[str, Any]:
@@ -144,19 +141,12 @@ def stop_requests(crew: Crew) -> Iterator[None]:
             raise SystemExit(128 + number)
         crew.stop()
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard = [s for s in STOP_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, hear) for number in heard}
-    try:
-        yield
-    except BaseException:
-        crew.kill()
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with heard_by(hear):
+        try:
+            yield
+        except BaseException:
+            crew.kill()
+            raise
 
 
 # --- before it begins -----------------------------------------------------------------------------
