@@ -11,7 +11,7 @@ from dflash_fit.backends import chosen
 from dflash_fit.batch import Batch
 from dflash_fit.course import Position
 from dflash_fit.estimate import Estimate, estimate, speed_of, tell, too_large
-from dflash_fit.prepare import Outline, planned, precision_of_wire, shape_for
+from dflash_fit.prepare import Outline, precision_of_wire, shape_for
 from dflash_fit.work import Work
 
 START = Position(epoch=0, index=0)
@@ -39,7 +39,7 @@ def work_of(plan: Outline) -> Work:
     """The run in numbers; a run that measures its anchors has to have done so."""
     config, reader, device = plan.config, plan.reader, plan.world.device
     assert config.anchors != "auto", config
-    packs = planned(config, reader, plan.training).length(0)
+    packs = plan.plan.length(0)
     tokens = sum(reader.lengths[document] for document in plan.training)
     return Work(
         drafter=plan.drafter,
@@ -75,7 +75,7 @@ def reading_speed(plan: Outline) -> float | None:
     """Bytes a second with which a pack is read; None while the cache is still being built."""
     if not isinstance(plan.reader, CacheReader):
         return None
-    source = plan.source(plan.config, course=planned(plan.config, plan.reader, plan.training))
+    source = plan.source(plan.config, course=plan.plan)
     host = Batch.empty(source.shape, device=torch.device("cpu"))
     began = time.perf_counter()
     source.fill(host, START, 0)

@@ -44,7 +44,8 @@ class Outline:
     reader: Reader
     drafter: DrafterConfig
     beginning: Beginning | None
-    course: Course
+    plan: Planned  # of the whole cache
+    course: Course  # the plan, unless the first epoch takes units as they come
     training: list[int]  # documents
     held_out: list[int]  # documents that are measured
     captured: bool
@@ -81,12 +82,11 @@ class Outline:
         packs may be a few more or less, and the learning rate needs a number at the start.
         """
         config = self.config
-        every = planned(config, self.reader, self.training)
-        source = self.source(replace(config, anchors=1), course=every)
+        source = self.source(replace(config, anchors=1), course=self.plan)
         steps = source.steps(config.epochs, most=config.max_steps)
         assert steps is not None
         if steps == 0 and config.max_steps != 0:
-            packs = sum(every.length(epoch) for epoch in range(config.epochs))
+            packs = sum(self.plan.length(epoch) for epoch in range(config.epochs))
             raise FitError(
                 f"--packs-per-step {self.packs}: all epochs together have only {packs} packed "
                 "batches; lower it (the default is one for each GPU), or raise --epochs"
@@ -178,13 +178,18 @@ def outline(config: FitConfig, reader: Reader, world: World) -> Outline:
     drafter = beginning.config if beginning else drafter_config_for(config, reader)
     refuse_what_cannot_run(config, reader, drafter, world, captured=captured)
     training, held_out = split_documents(reader, held_out=config.held_out)
+    plan = Planned(
+        training, reader.lengths, token_budget=config.token_budget, seed=config.seed_of_packs
+    )
+    followed = config.follow or config.unit_order is not None
     return Outline(
         config=config,
         world=world,
         reader=reader,
         drafter=drafter,
         beginning=beginning,
-        course=course_of(config, reader, training, world),
+        plan=plan,
+        course=followed_course(config, reader, training, world) if followed else plan,
         training=training,
         held_out=choose_documents(held_out, reader.lengths, max_tokens=config.eval_tokens),
         captured=captured,
@@ -230,10 +235,10 @@ def measured_anchors(parts: Parts) -> FitConfig:
         )
 
 
-def course_of(config: FitConfig, reader: Reader, training: list[int], world: World) -> Course:
-    """Where packs come from: all planned at once, or in the first epoch unit by unit."""
-    if not config.follow and config.unit_order is None:
-        return planned(config, reader, training)
+def followed_course(
+    config: FitConfig, reader: Reader, training: list[int], world: World
+) -> Followed:
+    """Packs of the first epoch unit by unit."""
     known = config.out / ORDER_FILE
     order = known if known.is_file() else config.unit_order
     return Followed(
@@ -244,12 +249,6 @@ def course_of(config: FitConfig, reader: Reader, training: list[int], world: Wor
         order=read_order(order, reader) if order and world.first else (),
         store=own_client(world.store, "follow") if world.store and world.size > 1 else None,
         first=world.first,
-    )
-
-
-def planned(config: FitConfig, reader: Reader, training: list[int]) -> Planned:
-    return Planned(
-        training, reader.lengths, token_budget=config.token_budget, seed=config.seed_of_packs
     )
 
 
