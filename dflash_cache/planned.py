@@ -8,9 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_cache.errors import CacheError
-from dflash_cache.layout import first_rows
 from dflash_cache.schema import Identity
-from dflash_cache.unit_reader import Located
+from dflash_cache.unit_reader import Located, located_in
 
 COLUMNS = ("unit", "sample_id", "length", "supervised", "group")
 AGAIN = "run the same `dflash cache build` again, it writes the plan anew"
@@ -25,7 +24,7 @@ def read_plan(root: Path, identity: Identity) -> dict[str, list[Located]]:
     columns = _columns(path)
     rows = zip(*(columns[name] for name in COLUMNS), strict=True)
     plan = {
-        unit: _located(unit, [row[1:] for row in rows])
+        unit: located_in(unit, [row[1:] for row in rows])
         for unit, rows in groupby(rows, key=lambda row: row[0])
     }
     samples = [located for unit in plan.values() for located in unit]
@@ -51,18 +50,3 @@ def _columns(path: Path) -> dict[str, list[Any]]:
             "Or wait until the cache is complete: then the plan is not needed"
         )
     return columns
-
-
-def _located(unit: str, samples: list[tuple[int, int, int, str]]) -> list[Located]:
-    starts = first_rows([length for _, length, *_ in samples])[:-1]
-    return [
-        Located(
-            sample_id=sample_id,
-            length=length,
-            supervised=supervised,
-            group=group,
-            unit=unit,
-            start=start,
-        )
-        for (sample_id, length, supervised, group), start in zip(samples, starts, strict=True)
-    ]

@@ -299,7 +299,12 @@ def refuse_other_scales(
 
 def outgrows_memory(size: float) -> bool:
     """Whether so many bytes are better not read through the page cache."""
+    return size > SHARE_OF_MEMORY * memory_here()
+
+
+def memory_here() -> int:
+    """Bytes of memory of this machine, or of the container."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
         memory = min(memory, int(CGROUP_LIMIT.read_text()))
-    return size > SHARE_OF_MEMORY * memory
+    return memory

@@ -36,6 +36,7 @@ from dflash_cache.layout import (
     RawPlane,
     chunks_of,
     decode_index,
+    first_rows,
     index_bytes,
 )
 from dflash_cache.schema import Identity, UnitRecord, part_of
@@ -302,22 +303,21 @@ def _scratch(size: int, use: str) -> np.ndarray:
 
 def locate(record: UnitRecord) -> list[Located]:
     """Where the samples of a unit lie, in their order."""
-    columns = zip(
-        record.sample_ids,
-        record.lengths,
-        record.supervised,
-        record.groups,
-        record.starts,
-        strict=True,
-    )
+    columns = (record.sample_ids, record.lengths, record.supervised, record.groups)
+    return located_in(record.unit, list(zip(*columns, strict=True)))
+
+
+def located_in(unit: str, samples: Sequence[tuple[int, int, int, str]]) -> list[Located]:
+    """Samples of a unit by id, length, supervised tokens and group, in their order."""
+    starts = first_rows([length for _, length, *_ in samples])[:-1]
     return [
         Located(
             sample_id=sample_id,
             length=length,
             supervised=supervised,
             group=group,
-            unit=record.unit,
+            unit=unit,
             start=start,
         )
-        for sample_id, length, supervised, group, start in columns
+        for (sample_id, length, supervised, group), start in zip(samples, starts, strict=True)
     ]

@@ -94,20 +94,24 @@ def prospect(
 
 def group_of(config: FitConfig) -> str:
     """The same for trials that see the same packs in the same order."""
-    order = None if config.unit_order is None else str(config.unit_order)
-    return json.dumps([config.token_budget, config.seed_of_packs, config.held_out, order])
+    return json.dumps(list(deciding(config).values()))
+
+
+def deciding(config: FitConfig) -> dict[str, Any]:
+    """The options that decide which packs a trial sees, and in which order."""
+    return {
+        "token_budget": config.token_budget,
+        "seed": config.seed_of_packs,
+        "held_out": config.held_out,
+        "unit_order": None if config.unit_order is None else str(config.unit_order),
+    }
 
 
 def parted_by(configs: Iterable[FitConfig]) -> list[str]:
     """Options by which trials see unlike packs; none where all see the same."""
-    every = list(configs)
-    seen: dict[str, set[Any]] = {
-        "token_budget": {config.token_budget for config in every},
-        "seed": {config.seed_of_packs for config in every},
-        "held_out": {config.held_out for config in every},
-        "unit_order": {config.unit_order for config in every},
-    }
-    return [name for name, values in seen.items() if len(values) > 1]
+    every = [deciding(config) for config in configs]
+    names = every[0] if every else {}
+    return [name for name in names if len({values[name] for values in every}) > 1]
 
 
 def place_of(device: str, *, most: int | None) -> Place:

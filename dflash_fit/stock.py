@@ -3,13 +3,11 @@
 The caller's lock guards all of it.
 """
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 
-from dflash_cache.reader import CGROUP_LIMIT
+from dflash_cache.reader import memory_here
 from dflash_cache.schema import FINAL_HIDDEN, Identity
 from dflash_fit.pack_memory import PackMemory, memory_bytes
 from dflash_fit.shelf import Order, Shelf, Slot
@@ -24,10 +22,7 @@ SHARE_OF_MEMORY = 0.25  # every trial has host batches of its own
 
 def default_budget() -> int:
     """Bytes of memory that packs may take."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
-        memory = min(memory, int(CGROUP_LIMIT.read_text()))
-    return int(SHARE_OF_MEMORY * memory)
+    return int(SHARE_OF_MEMORY * memory_here())
 
 
 def union(wanted: Iterable[Sequence[Plane]]) -> tuple[Plane, ...]:
