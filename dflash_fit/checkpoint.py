@@ -26,8 +26,8 @@ from safetensors import SafetensorError
 from dflash_cache import disk, lock
 from dflash_cache.schema import Identity, first_difference
 from dflash_fit.config import SPEED_ONLY, FitConfig
+from dflash_fit.course import Position
 from dflash_fit.errors import RunFolderError
-from dflash_fit.loader import Position
 from dflash_fit.parts import FlatState, read_parts
 from dflash_fit.sound import STATE_FILE, Flawed, flaw, glance, read_record
 

@@ -16,7 +16,8 @@ from tqdm import tqdm
 from dflash_fit.anchors import candidates
 from dflash_fit.batch import Batch
 from dflash_fit.config import MICROBATCH, FitConfig
-from dflash_fit.loader import PackSource, Position
+from dflash_fit.course import Position
+from dflash_fit.loader import PackSource
 from dflash_fit.roofline import anchors_that_hide_reading
 from dflash_fit.step import Trainer
 

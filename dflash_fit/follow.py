@@ -81,10 +81,6 @@ class Followed:
             return self.planned.length(epoch)
         return len(self.windows.packs) if self.complete else None
 
-    def expected_length(self, epoch: int) -> int:
-        """Packs of an epoch if all documents were planned at once: of the first one near."""
-        return self.planned.length(epoch)
-
     def pack(self, epoch: int, index: int, *, stopped: Event | None = None) -> Pack:
         """A pack, waited for until its units are committed; raises as `Course.pack` does."""
         assert self.thread is not None, "start it first"

@@ -105,15 +105,10 @@ class ReducedGradients(Gradients):
     def take(self, parameters: Sequence[nn.Parameter], turn: int) -> None:
         super().take(parameters, turn)
         if turn == self.turns - 1:
-            payload = [self._payload(parameter) for parameter in parameters]
-            large = [
-                t for t, parameter in zip(payload, parameters, strict=True) if parameter.dim() > 1
-            ]
-            vectors = [
-                t for t, parameter in zip(payload, parameters, strict=True) if parameter.dim() == 1
-            ]
-            for tensor in large:
-                self._send(tensor)
+            for matrix in parameters:
+                if matrix.dim() > 1:
+                    self._send(self._payload(matrix))
+            vectors = [self._payload(vector) for vector in parameters if vector.dim() == 1]
             if vectors:
                 together = torch.cat(vectors)
                 self._send(together)

@@ -16,8 +16,7 @@ import torch
 from dflash_cache.reader import Reader
 from dflash_fit.anchors import candidates, draw, fixed
 from dflash_fit.batch import Batch, BatchShape
-from dflash_fit.course import ALONE, Course, Lanes, Planned, ahead, located
-from dflash_fit.course import Position as Position
+from dflash_fit.course import ALONE, Course, Lanes, Planned, Position, ahead, located
 from dflash_fit.errors import FitError
 from dflash_fit.packing import Pack
 

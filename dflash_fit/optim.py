@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed, nn
 
-from dflash_fit.gradients import gradient_of
 from dflash_fit.shards import grid, pieces, shard, shard_size
 from dflash_fit.world import World, gather_into
 
@@ -111,10 +110,6 @@ class FlatAdamW:
         """Forget the gradients of the last pack; the next backward pass brings its own."""
         for parameter in self.parameters:
             parameter.grad = None
-
-    def own_gradients(self) -> list[Tensor]:
-        """What the parameters hold."""
-        return [gradient_of(parameter) for parameter in self.parameters]
 
     @torch.no_grad()
     def update(

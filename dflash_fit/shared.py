@@ -23,7 +23,6 @@ from dflash_cache.errors import DFlashError
 from dflash_cache.reader import CacheReader
 from dflash_fit.errors import FitError
 from dflash_fit.shared_reader import Hello, Show, Want
-from dflash_fit.shared_reader import open_shared as open_shared
 from dflash_fit.shelf import Ask, Order
 from dflash_fit.stock import Plane, Stock, Stocks, default_budget
 from dflash_fit.tally import Tally

@@ -26,7 +26,7 @@ from dflash_cache.meeting import first_line
 from dflash_cache.reader import Reader
 from dflash_fit import checkpoint, loop
 from dflash_fit.config import FitConfig
-from dflash_fit.shared import open_shared
+from dflash_fit.shared_reader import open_shared
 from dflash_fit.sound import Flawed, read_record
 from dflash_fit.world import World
 

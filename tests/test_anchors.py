@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from dflash_cache.reader import CacheReader
 from dflash_fit.anchors import candidates, draw, fixed
 from dflash_fit.batch import Batch, BatchShape
-from dflash_fit.loader import PackSource, Position
+from dflash_fit.course import Position
+from dflash_fit.loader import PackSource
 
 few = settings(max_examples=80, deadline=None)
 

@@ -156,7 +156,7 @@ def test_epochs_behind_the_first_are_planned_over_all_documents(tiny_cache):
         assert packs_of(course, epoch=1) == wanted
         assert course.length(1) == len(wanted)
         length = course.length(0)
-        assert course.expected_length(0) == pytest.approx(length, abs=2)
+        assert course.planned.length(0) == pytest.approx(length, abs=2)
         place = ahead(course, Position(epoch=0, index=0), length + 2)
         assert (place.epoch, place.index) == (1, 2)
         with pytest.raises(IndexError):
