@@ -127,6 +127,29 @@ def measure_ceiling(args: Namespace) -> dict[str, float]:
 # --- the target -----------------------------------------------------------------------------------
 
 
+def target_spec(sizes: Sizes, *, layers: int) -> TargetSpec:
+    """What a cache says of the random target."""
+    return TargetSpec(
+        name=sizes.name,
+        revision=None,
+        model_type="qwen3_5_text",
+        config_sha256="",
+        weights_sha256="",
+        dtype="bfloat16",
+        num_layers=layers,
+        hidden_size=sizes.hidden,
+        vocab_size=sizes.vocabulary,
+        tied_head=False,
+        intermediate_size=sizes.intermediate,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        rope_theta=1e7,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=262_144,
+    )
+
+
 def random_target(sizes: Sizes, args: Namespace, device: torch.device) -> Target:
     """Decoder layers up to the last one kept, made on the device; no head."""
     from transformers import Qwen3_5TextConfig, Qwen3_5TextModel
@@ -175,25 +198,7 @@ def random_target(sizes: Sizes, args: Namespace, device: torch.device) -> Target
         decoder=model,
         layers=model.layers,
         tokenizer=None,
-        spec=TargetSpec(
-            name=sizes.name,
-            revision=None,
-            model_type=config.model_type,
-            config_sha256="",
-            weights_sha256="",
-            dtype="bfloat16",
-            num_layers=layers,
-            hidden_size=sizes.hidden,
-            vocab_size=sizes.vocabulary,
-            tied_head=False,
-            intermediate_size=sizes.intermediate,
-            num_attention_heads=sizes.heads,
-            num_key_value_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
-            rope_theta=1e7,
-            rms_norm_eps=1e-6,
-            max_position_embeddings=262_144,
-        ),
+        spec=target_spec(sizes, layers=layers),
         stop_ids=[],
         device=device,
     )

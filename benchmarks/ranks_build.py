@@ -17,7 +17,7 @@ from typing import Any
 import bench_extract
 import numpy as np
 import torch
-from bench_extract import QWEN_27B, TINY, Sizes, Work, random_target
+from bench_extract import QWEN_27B, TINY, Sizes, Work, random_target, target_spec
 from ranks_data import BROKEN, Task, say
 from ranks_rates import gb_per_s, rate, rate_to_the_end
 from store_data import POOL_ROWS, make_pool
@@ -39,7 +39,6 @@ from dflash_cache.schema import (
     FORMAT_VERSION,
     Identity,
     Manifest,
-    TargetSpec,
     TokenizerSpec,
 )
 from dflash_cache.survey import survey_target
@@ -88,30 +87,10 @@ def options(task: Task, *, tokens: int, layers: int | None = None) -> Namespace:
 
 def units_of(task: Task, tokens: int, folder: Path, target: Target | None = None) -> Work:
     """Units of all buckets, the same in every process; without a target only to be planned."""
-    described: Any = target or SimpleNamespace(spec=target_spec(sizes_of(task)))
-    return Work(described, sizes_of(task), options(task, tokens=tokens), folder)
-
-
-def target_spec(sizes: Sizes) -> TargetSpec:
-    return TargetSpec(
-        name=sizes.name,
-        revision=None,
-        model_type="qwen3_5_text",
-        config_sha256="",
-        weights_sha256="",
-        dtype="bfloat16",
-        num_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        vocab_size=sizes.vocabulary,
-        tied_head=False,
-        intermediate_size=sizes.intermediate,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        rope_theta=1e7,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=262_144,
+    described: Any = target or SimpleNamespace(
+        spec=target_spec(sizes_of(task), layers=sizes_of(task).layers)
     )
+    return Work(described, sizes_of(task), options(task, tokens=tokens), folder)
 
 
 def whole_identity(work: Work, encoding: str) -> Identity:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import library
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash_fit import estimate as estimates
@@ -243,7 +244,7 @@ def test_an_eager_step_takes_what_is_said(precision, microbatch):
     assert passing(work) == pytest.approx(most, rel=0.1)
 
 
-@torch.library.custom_op("test_estimate::attend", mutates_args=())
+@library.custom_op("test_estimate::attend", mutates_args=())
 def attend(
     query: torch.Tensor,
     context_key: torch.Tensor,
@@ -260,7 +261,7 @@ def _(query, *_):
     return torch.empty_like(query)
 
 
-@torch.library.custom_op("test_estimate::attend_backward", mutates_args=())
+@library.custom_op("test_estimate::attend_backward", mutates_args=())
 def attend_backward(
     grad: torch.Tensor, tensors: list[torch.Tensor], out: torch.Tensor
 ) -> list[torch.Tensor]:

@@ -40,6 +40,21 @@ EXTRACT = {
 # A process group of one on one H200: what the all-reduce in the graph adds to a step.
 RANKS = {"reduce_over_alone": (at_most, 1.02), "reduce_over_alone_T4096_A512": (at_most, 1.02)}
 
+# Two H200s: the all-reduce between them, a killed rank, a target that they share.
+TWO = {
+    "reduce_over_alone": (at_most, 1.02),
+    "kill_seconds": (at_most, 30),
+    "kill_named": (at_least, 1),
+    "tensor_apart_worst": (at_most, 0.03),
+}
+
+# Four trials on one H200 that share one read of SmolLM2's cache, and the same one after another.
+SWEEP = {
+    "bytes_read_ratio": (at_most, 1.1),
+    "wall_over_sequential": (at_most, 0.5),
+    "last_loss_apart.max": (at_most, 0.0),
+}
+
 
 def test_the_table_of_decoded_prompts_is_what_was_measured():
     readme = (RESULTS.parents[1] / "README.md").read_text()
@@ -55,51 +70,34 @@ def figures(pattern):
     return {key: value for result in found for key, value in result["figures"].items()}
 
 
+def assert_holds(bounds, file, key):
+    compare, bound = bounds[key]
+    assert compare(figures(file)[key], bound)
+
+
 @pytest.mark.parametrize("key", STEP)
 def test_the_step_is_as_fast_as_we_want_it(key):
-    compare, bound = STEP[key]
-    assert compare(figures("step-h200.json")[key], bound)
+    assert_holds(STEP, "step-h200.json", key)
 
 
 @pytest.mark.parametrize("key", EXTRACT)
 def test_a_build_is_as_fast_as_the_forward_of_its_target(key):
-    compare, bound = EXTRACT[key]
-    assert compare(figures("extract-h200.json")[key], bound)
-
-
-# Two H200s: the all-reduce between them, a killed rank, a target that they share.
-TWO = {
-    "reduce_over_alone": (at_most, 1.02),
-    "kill_seconds": (at_most, 30),
-    "kill_named": (at_least, 1),
-    "tensor_apart_worst": (at_most, 0.03),
-}
+    assert_holds(EXTRACT, "extract-h200.json", key)
 
 
 @pytest.mark.parametrize("key", TWO)
 def test_two_gpus_add_little_end_together_and_share_a_target(key):
-    compare, bound = TWO[key]
-    assert compare(figures("ranks-h200-x2.json")[key], bound)
+    assert_holds(TWO, "ranks-h200-x2.json", key)
 
 
 @pytest.mark.parametrize("key", RANKS)
 def test_an_all_reduce_in_the_graph_costs_a_world_of_one_nothing(key):
-    compare, bound = RANKS[key]
-    assert compare(figures("ranks-h200.json")[key], bound)
-
-
-# Four trials on one H200 that share one read of SmolLM2's cache, and the same one after another.
-SWEEP = {
-    "bytes_read_ratio": (at_most, 1.1),
-    "wall_over_sequential": (at_most, 0.5),
-    "last_loss_apart.max": (at_most, 0.0),
-}
+    assert_holds(RANKS, "ranks-h200.json", key)
 
 
 @pytest.mark.parametrize("key", SWEEP)
 def test_a_sweep_reads_the_cache_once_and_ends_where_its_trials_alone_do(key):
-    compare, bound = SWEEP[key]
-    assert compare(figures("sweep-h200.json")[key], bound)
+    assert_holds(SWEEP, "sweep-h200.json", key)
 
 
 def test_every_result_says_where_it_comes_from():
