@@ -121,14 +121,17 @@ def no_run_folder(out: Path) -> RunFolderError:
 
 def resolve(config: FitConfig, *, identity: Identity) -> dict[str, Any]:
     """All options as JSON, and what the cache holds: a run goes on with the very same."""
-    values = {f.name: getattr(config, f.name) for f in fields(config)}
-    plain = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
-    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
     return {
-        **plain,
+        **as_json({f.name: getattr(config, f.name) for f in fields(config)}),
         "cache_identity": identity.to_dict(),
         "cache_fingerprint": identity.fingerprint,
     }
+
+
+def as_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as JSON spells them: lists for tuples, text for paths."""
+    lists = {key: list(v) if isinstance(v, tuple) else v for key, v in options.items()}
+    return {key: str(v) if isinstance(v, Path) else v for key, v in lists.items()}
 
 
 def read_options(path: Path) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from dflash_fit.prospects import Prospect, Rates, group_of, parted_by, place_of,
 from dflash_fit.runs import SWEEP
 from dflash_fit.shared import SharedReads
 from dflash_fit.sweep_plan import Plan
-from dflash_fit.sweep_record import as_json
 from dflash_fit.trackers import require_trackers
 from dflash_fit.trial import Started
 
@@ -163,7 +162,7 @@ def look(plan: Plan) -> dict[str, Any]:
     read: dict[str, float] = {}
     able: dict[str, Prospect] = {}
     for trial in plan.trials:
-        row = {"name": trial.name, "options": as_json(trial.options)}
+        row = {"name": trial.name, "options": checkpoint.as_json(trial.options)}
         try:
             found = prospect(trial.config, reader, device, rates=rates)
         except DFlashError as error:

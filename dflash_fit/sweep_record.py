@@ -97,7 +97,7 @@ def row_of(
     best = story.best
     return {
         "name": name,
-        "options": as_json(options),
+        "options": checkpoint.as_json(options),
         "run": run,
         "status": status,
         "acceptance_length": None if best is None else story.measured[best],
@@ -110,11 +110,6 @@ def row_of(
         "bytes_taken": size.taken,
         "group": group,
     }
-
-
-def as_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    lists = {key: list(v) if isinstance(v, tuple) else v for key, v in options.items()}
-    return {key: str(v) if isinstance(v, Path) else v for key, v in lists.items()}
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
