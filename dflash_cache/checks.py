@@ -201,6 +201,16 @@ def _unlike(
     )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Judged:
+    """A unit each of whose samples is likely, looked at one by one: medians [n, K]."""
+
+    name: str
+    norms: Norms
+    medians: np.ndarray
+    samples: Sequence[Sample]
+
+
 class UnitChecks:
     """Judges batches as they come, and their unit when its last one has come.
 
@@ -218,7 +228,7 @@ class UnitChecks:
         self.planes, self.leave_out, self.earlier = planes, leave_out, earlier
         self.known: dict[str, Norms] = {}
         self.norms: list[np.ndarray] = []  # [R, K, 2] of the batches of this unit
-        self.few: list[tuple[np.ndarray, Sequence[Sample]]] = []  # medians [n, K] of small units
+        self.few: list[_Judged] = []  # units that have too few samples to be judged together
 
     def batch(self, facts: np.ndarray, samples: Sequence[Sample]) -> None:
         """Facts [K, R, 5] of the next samples of the unit."""
@@ -230,22 +240,59 @@ class UnitChecks:
         """The unit of these samples is whole: do its norms fit those of the first units?
 
         The first unit of all is judged by itself, each sample of it by the others.  Units of few
-        samples are judged one sample at a time, and together when they have enough.
+        samples are judged one sample at a time, and together when they have enough; only then is
+        anything learnt from them, or a fault would make itself the usual.
         """
         norms, self.norms = np.concatenate(self.norms), []
         if "norms" in self.leave_out:
             return
+        own = _Judged(
+            name=name,
+            norms=unit_norms(norms, self.planes),
+            medians=norms[:, :, 0],
+            samples=samples,
+        )
+        bands = self._bands([*self.few, own])
+        refuse_one(own.medians, samples, self.planes, bands)
+        self.few.append(own)
+        if sum(len(unit.samples) for unit in self.few) >= ENOUGH:
+            self._judge_together(bands)
+
+    def _bands(self, unproven: Sequence[_Judged]) -> dict[str, Band]:
+        """Learnt from the first units; from those that are to be judged where there are no others.
+
+        Of the latter some are committed, by this worker.
+        """
+        mine = {unit.name: unit.norms for unit in unproven}
         if len(self.known) < FIRST_UNITS:
-            self.known = {**self.earlier(), **self.known}
-        own = unit_norms(norms, self.planes)
-        usual = [unit for unit in self.known.values() if unit][:FIRST_UNITS]
-        bands, medians = learn_bands(usual or [own]), norms[:, :, 0]
-        refuse_one(medians, samples, self.planes, bands)
-        self.few.append((medians, samples))
-        together = [sample for _, samples in self.few for sample in samples]
-        if len(together) >= ENOUGH:
-            all_medians = np.concatenate([medians for medians, _ in self.few])
-            refuse_most(all_medians, together, self.planes, bands)
-            self.few = []
-        if len(self.known) < FIRST_UNITS:
-            self.known[name] = own
+            others = {name: unit for name, unit in self.earlier().items() if name not in mine}
+            self.known = {**others, **self.known}
+        return learn_bands(_first(self.known) or list(mine.values()))
+
+    def _judge_together(self, bands: Mapping[str, Band]) -> None:
+        units, self.few = self.few, []
+        medians = np.concatenate([unit.medians for unit in units])
+        together = [sample for unit in units for sample in unit.samples]
+        try:
+            refuse_most(medians, together, self.planes, bands)
+        except ProofError as error:
+            raise ProofError(f"{error}{_committed_too(units[:-1])}") from None
+        for unit in units:
+            if len(self.known) < FIRST_UNITS:
+                self.known[unit.name] = unit.norms
+
+
+def _first(units: Mapping[str, Norms]) -> list[Norms]:
+    """Units to learn from; those of old records know nothing."""
+    return [unit for unit in units.values() if unit][:FIRST_UNITS]
+
+
+def _committed_too(units: Sequence[_Judged]) -> str:
+    """What to do about units that were committed before they could be judged with others."""
+    if not units:
+        return ""
+    names = ", ".join(unit.name for unit in units)
+    return (
+        f". Units of few samples were committed before this showed: {names}; delete their files in "
+        "the cache's folder commits/, and the next build extracts them again"
+    )

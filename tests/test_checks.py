@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -12,7 +13,15 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from dflash_cache import checks
-from dflash_cache.checks import FACTS, FIRST_UNITS, UnitChecks, learn_bands, measure, unit_norms
+from dflash_cache.checks import (
+    ENOUGH,
+    FACTS,
+    FIRST_UNITS,
+    UnitChecks,
+    learn_bands,
+    measure,
+    unit_norms,
+)
 from dflash_cache.errors import ProofError
 
 PLANES = ["hidden/1", "hidden/5", "final_hidden"]
@@ -219,6 +228,39 @@ def test_units_of_one_sample_are_judged_together():
     give(own, 10.0, name="u2")
     with pytest.raises(ProofError, match=r"norm 30 \(and 1 others of 3 samples"):
         give(own, 31.0, name="u3")
+
+
+@pytest.mark.parametrize("sizes", list(permutations((1, 2, 1, 4))), ids=str)
+@pytest.mark.parametrize("committed_are_seen", [True, False])
+def test_small_units_that_come_first_do_not_make_a_fault_the_usual(sizes, committed_are_seen):
+    """Whatever the order of the units, no more pass than there are samples to judge together."""
+
+    def norms(norm: float, size: int) -> checks.Norms:
+        return unit_norms(np.array([[[norm, 300.0]]] * size), ["hidden/1"])
+
+    committed, passed = {"u0": norms(10.0, 5)}, []
+    own = UnitChecks(["hidden/1"], leave_out=(), earlier=lambda: committed)
+
+    def build() -> None:
+        for number, size in enumerate(sizes, start=1):
+            give(own, *([30.0] * size), name=f"u{number}")
+            passed.append(f"u{number}")
+            if committed_are_seen:
+                committed[passed[-1]] = norms(30.0, size)
+
+    with pytest.raises(ProofError, match=r"usual here is 10 \(median of 1 units\)") as told:
+        build()
+    assert sum(sizes[: len(passed)]) < ENOUGH
+    words = f"committed before this showed: {', '.join(passed)};"
+    assert (words in str(told.value)) == bool(passed)
+
+
+def test_units_that_passed_together_are_learnt_from():
+    own = judge(known=0)
+    for number in range(ENOUGH):
+        assert own.known == {}
+        give(own, 10.0 + number, name=f"u{number}")
+    assert list(own.known) == ["u0", "u1", "u2"]
 
 
 def test_the_first_unit_of_all_is_judged_by_itself():
