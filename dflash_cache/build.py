@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dflash_cache import ledger, lock, lockstep, progress, ranks, store, sweep, teams
 from dflash_cache.buckets import UnitPlan
 from dflash_cache.codec import Codec, left_codec
@@ -155,7 +157,14 @@ class Job:
 
     @property
     def pending(self) -> list[UnitPlan]:
-        return [unit for unit in self.plan.units if unit.name not in self.committed]
+        """What is still to be done, all buckets mixed, as workers take it.
+
+        Who follows the build meets samples of all lengths from the start, the time that is left
+        is told from all of them, and batches that are too large fail soon.
+        """
+        order = np.random.default_rng(0).permutation(len(self.plan.units))
+        mixed = (self.plan.units[number] for number in order)
+        return [unit for unit in mixed if unit.name not in self.committed]
 
     @property
     def last_layer(self) -> int:
