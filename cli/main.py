@@ -4,6 +4,8 @@ Stages are imported inside the commands: `dflash --help` must not wait for torch
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from dflash_cache.config import (
     InspectDataConfig,
     flag,
 )
+from dflash_cache.errors import DFlashError
+from dflash_cache.ranks import find_rank
 from dflash_fit.config import EvalConfig, ExportConfig, FitConfig, ReportConfig
 from dflash_fit.sweep_plan import SweepConfig, plan_sweep
 
@@ -49,14 +53,14 @@ def cache_build(dry_run: bool, as_json: bool, **typed: Any) -> None:
     The same command again continues where it stopped, or says that the cache is complete.
     """
     config = make_config(BuildConfig, typed)
-    from dflash_cache import build, describe, plan, ranks
+    from dflash_cache import build, describe, plan
 
     quiet_libraries()
     if dry_run:
         show(describe.describe_plan(plan.plan_only(config)), as_json=as_json)
         return
     build.build_cache(config)
-    if (rank := ranks.find_rank(os.environ)) is None or rank.first:
+    if (rank := find_rank(os.environ)) is None or rank.first:
         show(describe.describe_cache(config.out), as_json=as_json)
 
 
@@ -169,7 +173,32 @@ def cache_answers(as_json: bool, **typed: Any) -> None:
     show(answers.write_answers(config), as_json=as_json)
 
 
-@main.command("fit")
+@contextmanager
+def ending_ranks(*, dry_run: bool) -> Iterator[None]:
+    """A mistake in the options of one of many ranks ends the others, which would wait for it."""
+    try:
+        yield
+    except (click.UsageError, DFlashError):
+        rank = None if dry_run else find_rank(os.environ)
+        if rank is None:
+            raise
+        from dflash_fit.launch import joining
+
+        with joining(rank):
+            raise
+
+
+class RankCommand(click.Command):
+    """A command that may be started on many machines, with words of its own on each."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> click.Context:
+        with ending_ranks(dry_run="--dry-run" in args):
+            return super().make_context(info_name, args, parent, **extra)
+
+
+@main.command("fit", cls=RankCommand)
 @config_options(FitConfig)
 @field_options(SweepConfig)
 @click.option("--dry-run", is_flag=True, help="Say what the run takes and write nothing.")
@@ -184,8 +213,8 @@ def fit(context: click.Context, /, dry_run: bool, as_json: bool, **typed: Any) -
     if several.sweep is not None:
         fit_sweep(context, several, typed, dry_run=dry_run, as_json=as_json)
         return
-    config = make_config(FitConfig, typed)
-    from dflash_cache import ranks
+    with ending_ranks(dry_run=dry_run):
+        config = make_config(FitConfig, typed)
     from dflash_fit import estimate, loop
 
     text = None
@@ -194,7 +223,7 @@ def fit(context: click.Context, /, dry_run: bool, as_json: bool, **typed: Any) -
         report, text = found.to_dict(), estimate.tell(found)
     else:
         report = loop.fit(config)
-    if (rank := ranks.find_rank(os.environ)) is not None and not rank.first:
+    if (rank := find_rank(os.environ)) is not None and not rank.first:
         return
     if text is None or as_json:
         show(report, as_json=as_json)

@@ -52,7 +52,16 @@ class Seat:
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} on {socket.gethostname()}"
+        return _named(self.rank)
+
+
+def _named(rank: int) -> str:
+    return f"rank {rank} on {socket.gethostname()}"
+
+
+def _unplanned(name: str, error: Exception) -> FitError:
+    """What the other ranks are told of what is no `DFlashError`."""
+    return FitError(f"{name}: {type(error).__name__}: {first_line(error)}")
 
 
 # --- one machine ----------------------------------------------------------------------------------
@@ -106,10 +115,7 @@ def _reason(job: Store, size: int, died: ProcessDied | None, asked: Sequence[int
         return _stopped_early(asked[0])
     how = f"exit code {died.code}" if died.code >= 0 else signal.Signals(-died.code).name
     hint = " The system may have been out of memory." if died.code == -signal.SIGKILL else ""
-    return FitError(
-        f"rank {died.number} on {socket.gethostname()} is gone ({how}).{hint} "
-        f"{KEPT[0].upper()}{KEPT[1:]}"
-    )
+    return FitError(f"{_named(died.number)} is gone ({how}).{hint} {KEPT[0].upper()}{KEPT[1:]}")
 
 
 def _stopped_early(number: int) -> FitError:
@@ -180,6 +186,43 @@ def _send(process: int, number: signal.Signals) -> None:
 # --- several machines -----------------------------------------------------------------------------
 
 
+def _job_of(rank: Rank, store: Store) -> Store:
+    return PrefixStore(f"{rank.meeting.prefix}/fit", store)
+
+
+@contextmanager
+def joining(rank: Rank) -> Iterator[None]:
+    """Around what a rank does before `fit_as_rank`: if it fails, all end for its reason.
+
+    The others would wait for it until their patience ends.
+    """
+    try:
+        yield
+    except DFlashError as error:
+        told = type(error)(f"{_named(rank.number)}: {error}")
+        _end_all(rank, told)
+        raise told from None
+    except Exception as error:
+        _end_all(rank, _unplanned(_named(rank.number), error))
+        raise
+
+
+def _end_all(rank: Rank, error: DFlashError) -> None:
+    """End a job that this rank does not join; raises `ToldElsewhere` if another has ended it."""
+    try:
+        store = open_store(rank.meeting, hosts=rank.hosts)
+        own = PrefixStore("verdict", _job_of(rank, store))
+        verdict = Verdict(own, rank=rank.number, size=rank.world)
+        first = verdict.give(error)
+    except (DFlashError, *STORE_IS_GONE):
+        return  # and nobody who could be told
+    # Some may be about to come, and torchrun ends, maybe with the store, when a rank does.
+    seconds = LAST_RANKS if rank.hosts else LAST_RANKS_OF_FAILURE
+    _Ends(verdict, keeps_store=True).part(seconds=seconds)
+    if not first:
+        raise ToldElsewhere(str(error)) from None
+
+
 def fit_as_rank(
     work: Work[Config], config: Config, rank: Rank, device: str, *, timeout: float = RANK_TIMEOUT
 ) -> dict[str, Any]:
@@ -190,7 +233,7 @@ def fit_as_rank(
     """
     seat = Seat(rank=rank.number, size=rank.world, device=device, timeout=timeout)
     store = open_store(rank.meeting, hosts=rank.hosts)
-    job = PrefixStore(f"{rank.meeting.prefix}/fit", store)
+    job = _job_of(rank, store)
     verdict = Verdict(own_client(job, "verdict"), rank=rank.number, size=rank.world)
     ends = _Ends(verdict, keeps_store=rank.hosts)
     try:
@@ -264,7 +307,7 @@ def _take_part(
         if (reason := _reason_of_another(seat, verdict, error)) is not None:
             _release(world)  # or wait here for the end, if it is this rank's circle that gave it
             raise reason from None
-        told = FitError(f"{seat.name}: {type(error).__name__}: {first_line(error)}")
+        told = _unplanned(seat.name, error)
         traceback.print_exc()
         _give(verdict, told, world)
         raise told from None

@@ -30,7 +30,7 @@ from dflash_fit.estimate import Estimate
 from dflash_fit.feed import Feed
 from dflash_fit.follow import Followed
 from dflash_fit.graph import Capture, GraphStep
-from dflash_fit.launch import fit_as_rank, fit_everywhere
+from dflash_fit.launch import fit_as_rank, fit_everywhere, joining
 from dflash_fit.lookout import ORDER_FILE
 from dflash_fit.metrics import means
 from dflash_fit.offline import offline_acceptance
@@ -56,11 +56,14 @@ def fit(config: FitConfig, *, stop: Stop = never) -> dict[str, Any]:
     many where torchrun or srun has started this process.  `stop(step)` ends the run after a step
     as a signal would: saved, to be continued.  It is a function of a module.
     """
-    require_trackers(config.trackers)
     work, timeout = partial(train_in, stop=stop), config.rank_timeout
     rank = ranks.find_rank(os.environ)
     if rank is not None:
-        return fit_as_rank(work, config, rank, device_of_rank(config, rank), timeout=timeout)
+        with joining(rank):
+            require_trackers(config.trackers)
+            own = device_of_rank(config, rank)
+        return fit_as_rank(work, config, rank, own, timeout=timeout)
+    require_trackers(config.trackers)
     devices = devices_of(config)
     if len(devices) > 1:
         return fit_everywhere(work, config, devices, timeout=timeout)

@@ -17,15 +17,20 @@ from pathlib import Path
 import pytest
 import rank_work
 import torch
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from dflash_cache import launcher
-from dflash_cache.errors import DFlashError, DiskFullError, ToldElsewhere
+from dflash_cache.errors import ConfigError, DFlashError, DiskFullError, ToldElsewhere
+from dflash_cache.ranks import find_rank
+from dflash_cli.main import main
+from dflash_fit import launch, loop
 from dflash_fit import world as world_module
 from dflash_fit.agreement import Agreement
 from dflash_fit.circle import Clock
+from dflash_fit.config import FitConfig
 from dflash_fit.errors import DrafterError, FitError, RunFolderError
 from dflash_fit.launch import fit_everywhere
 from dflash_fit.pulse import Beat, Pulse, State, stuck_rank
@@ -59,15 +64,27 @@ def by_hand(
 
     In an empty folder they first wait for each other without a timeout.
     """
+    words, port = (name, str(timeout), str(folder)), free_port()
+    return [
+        start("rank", *words, **environment(rank, size=size, port=port)) for rank in range(size)
+    ]
+
+
+def environment(rank: int, *, size: int, port: int) -> dict[str, str]:
+    """As torchrun makes it, but that rank 0 keeps the store."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    words = (name, str(timeout), str(folder))
-    meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    return [
-        start("rank", *words, RANK=str(rank), LOCAL_RANK=str(rank), **meeting)
-        for rank in range(size)
-    ]
+        return int(probe.getsockname()[1])
 
 
 def wait_for(condition, *, seconds: float = 120.0) -> None:
@@ -197,6 +214,110 @@ def test_a_rank_that_gets_on_no_more_is_named_with_the_timeout(stuck):
     [log] = [log for _, log in told if log]
     assert log.startswith(f"Error: rank 1 on {HOST} has not got on for ")
     assert "in step 4; the others are in step 5. The timeout is 3 s (--rank-timeout)" in log
+
+
+# --- before they have met -------------------------------------------------------------------------
+
+
+def join(errors: dict[int, Exception], *, size: int) -> list[Exception]:
+    """How each of so many ranks, threads of this process, ends; some fail before they join."""
+    port = free_port()
+
+    def of(number: int) -> Exception:
+        rank = find_rank(environment(number, size=size, port=port))
+        try:
+            with launch.joining(rank):
+                if number in errors:
+                    raise errors[number]
+            launch.fit_as_rank(rank_work.fail, {}, rank, "cpu", timeout=60.0)
+        except Exception as error:
+            return error
+        raise AssertionError(f"rank {number} went on alone")
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(of, range(size)))
+
+
+@pytest.mark.parametrize("broken", [0, 2])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConfigError("--devices 7: GPU 7 is not there"), "--devices 7: GPU 7 is not there"),
+        (ValueError("a number\nand more"), "ValueError: a number"),
+    ],
+)
+def test_a_rank_that_fails_before_it_joins_ends_all_at_once_by_its_name(broken, error, told):
+    began = time.monotonic()
+    found = join({broken: error}, size=3)
+    assert time.monotonic() - began < 30
+    assert type(found[broken]) is type(error)
+    told = f"rank {broken} on {HOST}: {told}"
+    assert str(found[broken]) == (told if isinstance(error, DFlashError) else str(error))
+    others = [found[rank] for rank in {0, 1, 2} - {broken}]
+    assert [(type(other), str(other)) for other in others] == [(ToldElsewhere, told)] * 2
+
+
+def test_ranks_that_all_fail_before_they_join_tell_it_once():
+    found = join({rank: ConfigError("--trackers wandb: is not there") for rank in range(3)}, size=3)
+    kinds = [type(error) for error in found]
+    assert sorted(kinds, key=str) == sorted([ConfigError, ToldElsewhere, ToldElsewhere], key=str)
+
+
+def test_an_error_is_told_also_where_nobody_else_has_come(monkeypatch):
+    def nobody(*_, **__):
+        raise DFlashError("localhost:1: nobody answers")
+
+    monkeypatch.setattr(launch, "open_store", nobody)
+    rank = find_rank(environment(1, size=2, port=1))
+    told = rf"^rank 1 on {HOST}: no such device$"
+    with pytest.raises(ConfigError, match=told), launch.joining(rank):
+        raise ConfigError("no such device")
+
+
+@pytest.fixture
+def verdict_of_two(monkeypatch) -> Verdict:
+    """That of a job whose rank 0 has come and gone; this process is rank 1."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for name, value in environment(1, size=2, port=store.port).items():
+        monkeypatch.setenv(name, value)
+    prefix = f"{find_rank(os.environ).meeting.prefix}/fit/verdict"
+    verdict = Verdict(PrefixStore(prefix, store), rank=0, size=2)
+    verdict.heard()
+    return verdict
+
+
+@pytest.mark.parametrize("wrong", [{"devices": "97"}, {"trackers": ("diary",)}])
+def test_the_devices_and_trackers_of_a_run_are_looked_at_before_a_rank_joins(
+    verdict_of_two, tmp_path, wrong
+):
+    config = FitConfig(cache="cache", out=tmp_path, **{"devices": "cpu", **wrong})
+    with pytest.raises(ConfigError, match=rf"^rank 1 on {HOST}: --(devices 97|trackers diary): "):
+        loop.fit(config)
+    assert verdict_of_two.read().error.args[0].startswith(f"rank 1 on {HOST}: --")
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "code"),
+    [
+        ("--cache c --out o --anchros 5", "No such option", 2),
+        ("--out o", "Missing option '--cache'", 2),
+        ("--cache c --out o --lr -1", "--lr -1", 1),
+        ("--cache c --out o --config none.toml", "none.toml", 1),
+    ],
+)
+def test_options_that_are_wrong_on_one_machine_end_the_ranks_of_all(
+    verdict_of_two, words, told, code
+):
+    done = CliRunner().invoke(main, ["fit", *words.split()])
+    assert done.exit_code == code
+    assert told in done.stderr
+    assert told in str(verdict_of_two.read().error)
+
+
+@pytest.mark.parametrize("words", ["--help", "--dry-run --cache nowhere --out o --anchros 5"])
+def test_who_only_looks_ends_no_other_rank(verdict_of_two, words):
+    CliRunner().invoke(main, ["fit", *words.split()])
+    assert verdict_of_two.read() is None
 
 
 # --- without processes ----------------------------------------------------------------------------
