@@ -136,7 +136,7 @@ class Crew:
             goal=goal,
             leap=found.leap,
             device_bytes=found.device_bytes,
-            host_bytes=found.host_bytes,
+            host_bytes=found.estimate.host_bytes,
         )
 
     def start(self, chosen: Sequence[Start]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dflash_fit.density import wait_for
-from dflash_fit.memory import memory_of, pinned_of
+from dflash_fit.memory import copies, memory_of, pinned_of
 from dflash_fit.work import Work, parameters_of, useful_flop_of
 
 # Useful FLOP/s of a step over those of a large product that is held.  On an H200 whole steps reach
@@ -43,8 +43,13 @@ class Estimate:
 
     @property
     def pinned_bytes(self) -> int:
-        """Host memory of each rank."""
+        """Host memory of each rank that is pinned."""
         return pinned_of(self.work)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of rank 0, which takes the most: batches, and copies for checkpoints."""
+        return self.pinned_bytes + copies(self.work)
 
     @property
     def tokens_per_step(self) -> float:
@@ -97,6 +102,7 @@ class Estimate:
             "anchors_per_step": round(self.anchors_per_step),
             "memory_bytes": self.memory_bytes,
             "memory": self.memory,
+            "host_bytes": self.host_bytes,
             "pinned_bytes": self.pinned_bytes,
             "flop_per_step": self.flop_per_step,
             "read_bytes_per_epoch": round(self.read_bytes_per_epoch),
@@ -131,11 +137,12 @@ def tell(found: Estimate) -> str:
     values, work = found.to_dict(), found.work
     on_gpu = work.device_type == "cuda"
     parts = sorted(found.memory.items(), key=lambda item: -item[1])
+    host = f"{_gb(found.host_bytes)}, {_gb(found.pinned_bytes)} of it pinned"
     lines = [
         ("parameters", _count(found.parameters)),
         (f"memory per {'GPU' if on_gpu else 'process'}", _gb(found.memory_bytes)),
         *((f"  {name}", _gb(size)) for name, size in parts if size >= found.memory_bytes / 200),
-        *([("pinned memory", _gb(found.pinned_bytes))] if on_gpu else []),
+        *([("host memory", host)] if on_gpu else []),
         ("steps", _steps(work)),
         ("tokens", _of_steps(values["tokens"], values["tokens_per_step"])),
         ("anchors", _of_steps(values["anchors"], values["anchors_per_step"])),

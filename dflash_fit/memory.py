@@ -17,7 +17,8 @@ from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.config import MICROBATCH
 from dflash_fit.feed import packs_in_memory
 from dflash_fit.offline import HEAD_ROWS
-from dflash_fit.shards import shard_size
+from dflash_fit.shards import shard, shard_size
+from dflash_fit.staging import PIECE, THREADS
 from dflash_fit.work import Work, attention_widths, parameters_of
 
 # What tensors of unequal size leave between them, as a share of what comes and goes.  By the rules
@@ -55,9 +56,20 @@ def memory_of(work: Work) -> dict[str, int]:
 
 
 def pinned_of(work: Work) -> int:
-    """Bytes of host memory that the feed of one rank pins, which a CPU only allocates."""
+    """Bytes of host memory that one rank pins: for its feed, and to copy checkpoints through."""
+    return host_batches(work) + (THREADS * PIECE if work.device_type == "cuda" else 0)
+
+
+def host_batches(work: Work) -> int:
+    """Bytes of the feed's packs."""
     packs = packs_in_memory(turns=work.turns, passes=work.passes_per_pack)
     return packs * batch_bytes(work.shape)
+
+
+def copies(work: Work) -> int:
+    """Bytes of host memory that rank 0 writes checkpoints from: the weights, and its part."""
+    count = parameters_of(work.drafter)
+    return count * _e(work) + 3 * 4 * int(shard(count, rank=0, world=work.ranks).stop)
 
 
 def _e(work: Work) -> int:
@@ -102,7 +114,7 @@ def frozen(work: Work) -> int:
 def batches(work: Work) -> int:
     """The feed's slot and the graph's input; a CPU trains on the feed's host batches themselves."""
     if work.device_type == "cpu":
-        return pinned_of(work)
+        return host_batches(work)
     return (2 if work.captured else 1) * batch_bytes(work.shape)
 
 

@@ -42,12 +42,6 @@ class Prospect:
         on_gpu = self.estimate.work.device_type == "cuda"
         return self.estimate.memory_bytes + (CONTEXT_BYTES if on_gpu else 0)
 
-    @property
-    def host_bytes(self) -> int:
-        """Batches, and the copies that checkpoints are written from."""
-        memory = self.estimate.memory
-        return self.estimate.pinned_bytes + memory["weights"] + memory["masters and moments"]
-
 
 class Rates:
     """How quick a device and the disk are, measured when it is first asked."""

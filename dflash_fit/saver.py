@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +18,7 @@ from dflash_fit.folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, to_confi
 from dflash_fit.joint import Content, Entries, JointFolders
 from dflash_fit.parts import FlatState, part_name, part_of
 from dflash_fit.sound import STATE_FILE, to_json
+from dflash_fit.staging import Pair, Staging, copy_plainly
 from dflash_fit.world import World
 
 GRACE = 5.0  # seconds that giving up may take
@@ -26,7 +27,8 @@ GRACE = 5.0  # seconds that giving up may take
 class HostCopies:
     """Owns the host memory that checkpoints are written from, made once."""
 
-    def __init__(self) -> None:
+    def __init__(self, copy: Callable[[Iterable[Pair]], None]) -> None:
+        self.copy = copy
         self.tensors: dict[str, Tensor] = {}
 
     def take(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -34,8 +36,9 @@ class HostCopies:
         for name, tensor in live.items():
             if name not in self.tensors:
                 self.tensors[name] = host_tensor(tuple(tensor.shape), tensor.dtype)
-            self.tensors[name].copy_(tensor.detach())
-        return {name: self.tensors[name] for name in live}
+        kept = {name: self.tensors[name] for name in live}
+        self.copy((live[name], kept[name]) for name in live)
+        return kept
 
 
 class Saver:
@@ -51,7 +54,8 @@ class Saver:
         self.run, self.world = run, world
         self.keep_last, self.keep_every = keep_last, keep_every
         self.folders = JointFolders(world)
-        self.weights, self.part = HostCopies(), HostCopies()
+        copy = Staging(world.device).copy if world.device.type == "cuda" else copy_plainly
+        self.weights, self.part = HostCopies(copy), HostCopies(copy)
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
 

@@ -26,7 +26,7 @@ from dflash_cache import lock
 from dflash_cache.disk import full_disk_is_told
 from dflash_cache.errors import DiskFullError
 from dflash_cache.files import file_entry
-from dflash_fit import checkpoint, joint, parts
+from dflash_fit import checkpoint, joint, parts, saver, staging
 from dflash_fit.checkpoint import RunState
 from dflash_fit.drafter import DFlashDraftModel, DrafterConfig
 from dflash_fit.errors import FitError, RunFolderError
@@ -383,6 +383,48 @@ def test_host_memory_is_taken_once(drafter, tmp_path):
     for step in (1, 2, 3):
         with safe_open(checkpoint.step_folder(tmp_path, step) / "optimizer.safetensors", "pt") as f:
             assert torch.equal(f.get_tensor("master"), Optimizer(step).vectors["master"])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("piece", [1, 30, 1 << 20])
+def test_what_is_copied_in_pieces_is_all_there_and_nothing_else(monkeypatch, piece, threads):
+    monkeypatch.setattr(staging, "PIECE", piece)
+    monkeypatch.setattr(staging, "THREADS", threads)
+    copy = staging.Staging(CPU).copy
+    for seed in range(2):  # the second time its buffers are those of the first
+        live = [
+            torch.randn(90, generator=torch.Generator().manual_seed(seed))[7:50],
+            torch.randn(5, 9).bfloat16(),
+            torch.nn.Parameter(torch.randn(4, 3)),
+            torch.tensor(2.5),
+            torch.zeros(0),
+        ]
+        around = [torch.full((tensor.numel() + 2,), 7.0, dtype=tensor.dtype) for tensor in live]
+        kept = [flat[1:-1].view(t.shape) for flat, t in zip(around, live, strict=True)]
+        copy(zip(live, kept, strict=True))
+        assert all(map(torch.equal, kept, live))
+        assert all(flat[0] == flat[-1] == 7 for flat in around)
+
+
+def test_a_piece_that_cannot_be_copied_is_an_error(monkeypatch):
+    monkeypatch.setattr(staging, "PIECE", 8)
+    with pytest.raises(RuntimeError):
+        staging.Staging(CPU).copy([(torch.randn(9).to("meta"), torch.zeros(9))])
+
+
+def test_a_checkpoint_that_was_copied_in_pieces_is_the_same_to_the_byte(
+    drafter, tmp_path, monkeypatch
+):
+    save(tmp_path / "plain", drafter, 3, 5, size=2)
+    monkeypatch.setattr(staging, "PIECE", 100)
+    monkeypatch.setattr(saver, "copy_plainly", staging.Staging(CPU).copy)
+    refuse_errors(save(tmp_path / "pieces", drafter, 3, 5, size=2))
+    contents = [
+        {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*.*")}
+        for run in (tmp_path / "plain", tmp_path / "pieces")
+    ]
+    assert len(contents[0]) == 2 * 6
+    assert contents[0] == contents[1]
 
 
 @pytest.mark.parametrize("size", [1, 2])

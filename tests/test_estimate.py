@@ -12,6 +12,7 @@ from torch import library
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash_fit import estimate as estimates
+from dflash_fit import staging
 from dflash_fit.attention import DenseSight
 from dflash_fit.batch import Batch, BatchShape
 from dflash_fit.drafter import FULL, DFlashDraftModel, DrafterConfig
@@ -22,6 +23,7 @@ from dflash_fit.loss import Objective
 from dflash_fit.memory import (
     batches,
     context,
+    copies,
     frozen,
     head_chunk,
     masters_and_moments,
@@ -35,6 +37,7 @@ from dflash_fit.memory import (
 from dflash_fit.metrics import StepMetrics
 from dflash_fit.offline import slots_right
 from dflash_fit.optim import AdamWConfig, FlatAdamW
+from dflash_fit.parts import part_of
 from dflash_fit.step import Frozen, Pieces, StepConfig, accumulate
 from dflash_fit.work import Work, parameters_of, useful_flop, useful_flop_of
 
@@ -376,7 +379,19 @@ def test_batches_are_counted_to_the_byte(encoding):
     work = replace(SMALL, shape=shape)
     assert batches(work) == 2 * one  # the feed's slot, and the graph's input
     assert batches(replace(work, captured=False)) == one
-    assert pinned_of(work) == 3 * one  # one in use, two ahead
+    assert pinned_of(replace(work, device_type="cpu")) == 3 * one  # one in use, two ahead
+    # And what checkpoints are copied through.
+    assert pinned_of(work) == 3 * one + staging.THREADS * staging.PIECE
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_memory_that_checkpoints_are_written_from_is_counted(ranks):
+    work = on_cpu(precision="bf16", ranks=ranks, packs_per_step=ranks)
+    step = Step(work)
+    part, _ = part_of(step.optimizer, rank=0, world=ranks)
+    written = [*part.values(), *step.drafter.state_dict().values()]
+    scalars = sum(tensor.nbytes for tensor in step.optimizer.scalars().values())
+    assert copies(work) == sum(tensor.nbytes for tensor in written) - scalars
 
 
 @pytest.mark.parametrize("turns", [1, 2])
@@ -534,6 +549,8 @@ def test_a_table_says_what_the_run_takes():
     assert values["parameters"] == "1.730 billion"
     assert values["memory per GPU"] == f"{found.memory_bytes / 1e9:.1f} GB"
     assert values["masters and moments"] == "20.8 GB"
+    pinned, kept = found.pinned_bytes / 1e9, (1.73 * 2 + 20.76 / 3)
+    assert values["host memory"] == f"{pinned + kept:.1f} GB, {pinned:.1f} GB of it pinned"
     assert values["steps"] == "100 of 3 packed batches each, on 3 ranks"
     assert values["time"] == (
         "about 90 seconds, 0.896 s a step; the step limits; measuring comes on top"

@@ -6,17 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 from reference import make_document, make_frozen, make_weights, pack, small
+from safetensors.torch import load_file
 from test_optim import state, take_over
 
+from dflash_fit import staging
 from dflash_fit.attention import DenseSight
 from dflash_fit.backends import sight_maker
 from dflash_fit.batch import Batch, BatchShape
+from dflash_fit.checkpoint import RunState, step_folder
 from dflash_fit.drafter import DFlashDraftModel, DrafterConfig
 from dflash_fit.errors import FitError
 from dflash_fit.graph import GraphStep, compilations, compiled
 from dflash_fit.loss import Objective
 from dflash_fit.optim import AdamWConfig, FlatAdamW
+from dflash_fit.saver import Saver
 from dflash_fit.step import EagerStep, Frozen, Pieces, StepConfig, Trainer
+from dflash_fit.world import World
 
 # The compiler warns of itself, and hides some of it by filters that pytest's own come before.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -281,6 +286,35 @@ def test_steps_ask_nothing_of_the_host_keep_their_memory_and_compile_once():
     assert (torch.cuda.memory_reserved(), torch.cuda.memory_allocated()) == memory
     assert step.counts() == {"captures": 1, "recompiles": 0}
     assert math.isfinite(step.trainer.metrics.read()["loss"])
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_holds_the_state_of_its_moment_though_training_goes_on(tmp_path, monkeypatch):
+    """Through pinned buffers that each tensor fills many times, beside replays not waited for."""
+    monkeypatch.setattr(staging, "PIECE", 5000)
+    step = captured(dtype=torch.bfloat16)
+    drafter, optimizer = step.trainer.drafter, step.trainer.optimizer
+    made = batches(6)
+    with Saver(tmp_path, World.alone(CUDA), keep_last=9) as saver:
+        wanted = []
+        for number in (1, 2):  # the second time into the host memory of the first
+            for batch in made:
+                step(batch, lr=1e-3)
+            # Clones on the device: the host has waited for nothing when it saves.
+            now = {**optimizer.flats(), **optimizer.scalars(), **drafter.state_dict()}
+            wanted.append({name: tensor.clone() for name, tensor in now.items()})
+            at = RunState(step=number, epoch=0, index=0, best_step=None, best_acceptance=0.0)
+            saver.save(drafter, optimizer, at, {}, best=False)
+            for batch in made:
+                step(batch, lr=1e-3)
+    assert not torch.equal(wanted[0]["master"], wanted[1]["master"])
+    for number in (1, 2):
+        folder = step_folder(tmp_path, number)
+        files = (folder / "optimizer.safetensors", folder / "model.safetensors")
+        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert found.keys() == wanted[number - 1].keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, wanted[number - 1][name].cpu()), name
 
 
 @pytest.mark.gpu
