@@ -48,6 +48,9 @@ TWO = {
     "tensor_apart_worst": (at_most, 0.03),
 }
 
+# A checkpoint of the drafter of Qwen3.6-27B, from one H200.
+SAVE = {"save_stall_s": (at_most, 1.0), "save_gb": (at_least, 24)}
+
 # Four trials on one H200 that share one read of SmolLM2's cache, and the same one after another.
 SWEEP = {
     "bytes_read_ratio": (at_most, 1.1),
@@ -93,6 +96,11 @@ def test_two_gpus_add_little_end_together_and_share_a_target(key):
 @pytest.mark.parametrize("key", RANKS)
 def test_an_all_reduce_in_the_graph_costs_a_world_of_one_nothing(key):
     assert_holds(RANKS, "ranks-h200.json", key)
+
+
+@pytest.mark.parametrize("key", SAVE)
+def test_a_checkpoint_holds_training_up_for_less_than_a_second(key):
+    assert_holds(SAVE, "save-h200.json", key)
 
 
 @pytest.mark.parametrize("key", SWEEP)
