@@ -6,12 +6,20 @@ train    The loop of `dflash fit` on a cache on the disk: the first GPU alone, t
 extract  The units of all buckets by one worker, then by all, through the workers of a build.  A
          worker's rate counts while it has units; `_to_the_end` also while it waits for the last.
 follow   Builders on some GPUs and trainers on others: each alone, then both at once, the trainers
-         following the builders' cache.  Rates at once are of the time in which both were at work.
+         following the builders' cache.  Rates at once are of the time in which both were at work;
+         `_over_one` is over one builder, or one trainer, alone.
 tensor   A target that two GPUs share beside the same one on one: its states, and its speed.
 kill     One rank killed with SIGKILL while all train: how soon all are gone, and what is told.
 
 Shapes of the 27B model and random weights; runs neither measure nor save.  A part that fails or
 takes longer than `--limit` is named in `failed`, and what it had found until then stays.
+
+Calls meant to take less than ten minutes each:
+2 GPUs   one for each of --parts reduce,kill,tensor  train  extract  follow
+4 GPUs   --parts follow,train --build-devices 0-2 --fit-devices 3 --encodings fp8 --steps 8
+         --limit-all 560
+8 GPUs   --parts follow,train --build-devices 0-4 --fit-devices 5-7 --encodings fp8 --steps 8
+         --limit-all 560; its largest cache takes 98 GB, and 195 with --encodings bf16
 """
 
 import multiprocessing
@@ -27,7 +35,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +64,7 @@ class Overdue(Exception):
 
 
 def main() -> int:
+    began = time.monotonic()
     args = parse_args()
     end_on_sigterm()
     figures: Figures = {}
@@ -72,7 +81,7 @@ def main() -> int:
             say(f"--- {part}")
             task = task_of(part, args, Path(folder))
             try:
-                with at_most(args.limit):
+                with at_most(args.limit, within=began + args.limit_all):
                     PARTS[part].measure(task, args)
             except (DFlashError, Overdue, RuntimeError) as error:
                 failed[part] = f"{type(error).__name__}: {error}"
@@ -101,7 +110,9 @@ def parse_args() -> Namespace:
     parser.add_argument("--steps", type=int, help="of a run")
     parser.add_argument("--leave-out", type=int, default=2, help="lines of a run's log")
     parser.add_argument("--passes", type=int, help="over a pack, in the part follow")
-    parser.add_argument("--tokens", type=int, help="of a cache")
+    parser.add_argument(
+        "--tokens", type=int, help="of a cache; of one that several build alone, for each of them"
+    )
     parser.add_argument(
         "--followed-tokens", type=int, help="of a cache that is followed, for each builder"
     )
@@ -112,9 +123,13 @@ def parse_args() -> Namespace:
     )
     parser.add_argument("--timeout", type=float, default=120.0, help="as --rank-timeout")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds that a part may take")
+    parser.add_argument(
+        "--limit-all", type=float, default=inf, help="seconds that all parts may take together"
+    )
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp"), help="disk to measure")
     add_out(parser)
     args = parser.parse_args()
+    shared = bool(args.build_devices and args.fit_devices)  # one device may be both
     try:
         settle_devices(args)
     except ConfigError as error:
@@ -123,8 +138,11 @@ def parse_args() -> Namespace:
     if strange := set(wanted) - set(ALL):
         parser.error(f"--parts {args.parts}: no {min(strange)}; want some of {','.join(ALL)}")
     lonely = [part for part in wanted if part in SEVERAL and len(args.devices) < 2]
+    if shared:
+        lonely = [part for part in lonely if part != "follow"]
     if args.parts and lonely:
-        parser.error(f"--parts {args.parts}: {', '.join(lonely)} takes two devices or more")
+        hint = "; give --build-devices and --fit-devices" if "follow" in lonely else ""
+        parser.error(f"--parts {args.parts}: {', '.join(lonely)} takes two devices or more{hint}")
     args.parts = [part for part in wanted if part not in lonely]
     lines = args.steps // (TINY if args.tiny else FULL).log_every
     if lines <= args.leave_out:
@@ -192,14 +210,15 @@ def installed(package: str) -> str:
 
 
 @contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raises `Overdue` in the block when it takes longer."""
+def at_most(seconds: float, *, within: float) -> Iterator[None]:
+    """Raises `Overdue` in the block when it takes longer, or when the clock passes `within`."""
+    left, option = min((seconds, "--limit"), (within - time.monotonic(), "--limit-all"))
 
     def late(*_: object) -> None:
-        raise Overdue(f"ended after {seconds:g} s (--limit)")
+        raise Overdue(f"ended after {max(0.0, round(left, 1)):g} s ({option})")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3))  # 0 would be never
     try:
         yield
     finally:
@@ -336,7 +355,7 @@ def measure_follow(task: Task, args: Namespace) -> None:
 
     for cache in task.folder.glob("cache.*"):
         shutil.rmtree(cache)  # of earlier parts; those of this one are large
-    refuse_small_disk(task)
+    refuse_small_disk(task, len(args.build_devices))
     groups = [(device,) for device in args.build_devices]
     context = multiprocessing.get_context("spawn")
     builder = context.Process(target=build_beside, args=(os.getpid(), task, groups))
@@ -355,50 +374,63 @@ def measure_follow(task: Task, args: Namespace) -> None:
         raise RuntimeError(f"the builder ended with exit code {builder.exitcode}")
 
 
-def refuse_small_disk(task: Task) -> None:
-    """The cache that is followed is larger than any other here."""
+def refuse_small_disk(task: Task, builders: int) -> None:
+    """The caches of this part are larger than any other here; there is one at a time."""
     model = task.scale.drafter
+    tokens = max(task.followed_tokens, builders * task.tokens)
     size = 2 if "bf16" in task.encodings else 1
-    needed = task.followed_tokens * model.target_layers * model.hidden * size
+    needed = tokens * model.target_layers * model.hidden * size
     free = shutil.disk_usage(task.folder).free
     if needed > 0.95 * free:
         raise RuntimeError(
-            f"{task.folder}: a followed cache of {task.followed_tokens:,} tokens takes "
-            f"{needed / 1e9:.0f} GB, {free / 1e9:.0f} are free; give --followed-tokens less, "
-            "--encodings fp8, or another --folder"
+            f"{task.folder}: a followed cache of {tokens:,} tokens takes {needed / 1e9:.0f} GB, "
+            f"{free / 1e9:.0f} are free; give --followed-tokens less, --encodings fp8, or another "
+            "--folder"
         )
 
 
 def follow_figures(task: Task, args: Namespace) -> Figures:
     figures: Figures = {}
     for encoding, end in each_encoding(task):
-        built = {name: task.found(f"{encoding}.built.{name}") for name in ("alone", "beside")}
-        trained = {name: task.found(f"{encoding}.trained.{name}") for name in ("alone", "beside")}
-        if built["alone"]:
-            figures[f"follow_build_alone_tokens_per_s{end}"] = rate(built["alone"])
-            figures[f"follow_gb_s_written_alone{end}"] = gb_per_s(built["alone"])
-        if trained["alone"]:
-            lone = speed(trained["alone"]["lines"][task.leave_out :])
-            figures[f"follow_fit_alone_tokens_per_s{end}"] = lone["tokens_per_s"]
-            figures[f"follow_waiting_alone{end}"] = lone["waiting"]
-        if all(built.values()) and all(trained.values()):
-            figures |= at_once(built, trained, lone["tokens_per_s"], task, end)
+        built, runs = {}, {}
+        for name in ("one", "alone", "beside"):
+            if (phase := task.found(f"{encoding}.built.{name}")) is not None:
+                built[name] = phase
+            if (run := task.found(f"{encoding}.trained.{name}")) is not None:
+                runs[name] = run["lines"]
+        found = apart(built, runs, task)
+        if runs.keys() & built.keys() >= {"alone", "beside"}:
+            found |= at_once(built, runs, task)
+        figures |= {f"{key}{end}": value for key, value in found.items()}
     return figures
 
 
-def at_once(
-    built: dict[str, Any], trained: dict[str, Any], fit_alone: float, task: Task, end: str
-) -> Figures:
+def apart(built: dict[str, Any], runs: dict[str, Any], task: Task) -> Figures:
+    """Builders and trainers without each other: all of them, and one where there are several."""
+    figures: Figures = {}
+    for name in ("one", "alone"):
+        if name in built:
+            figures[f"follow_build_{name}_tokens_per_s"] = rate(built[name])
+            figures[f"follow_gb_s_written_{name}"] = gb_per_s(built[name])
+        if name in runs:
+            found = speed(runs[name][task.leave_out :])
+            figures[f"follow_fit_{name}_tokens_per_s"] = found["tokens_per_s"]
+            figures[f"follow_waiting_{name}"] = found["waiting"]
+    for kind in ("build", "fit"):
+        one, all_ = (figures.get(f"follow_{kind}_{name}_tokens_per_s") for name in ("one", "alone"))
+        if one and all_:
+            figures[f"follow_{kind}_alone_over_one"] = all_ / one
+    return figures
+
+
+def at_once(built: dict[str, Any], runs: dict[str, Any], task: Task) -> Figures:
     """Of the lines of the trainer's log that fall into the time in which the builders worked."""
-    build, every = built["beside"], trained["beside"]["lines"]
+    build, every = built["beside"], runs["beside"]
     stopped = min(own["ended"] for own in build["workers"])
     lines = every[task.leave_out :]
     lines = [line for line in lines if line["time"] <= stopped]
     taken = sum(line["tokens"] for line in every) / task.passes
-    figures = {
-        f"follow_share_taken{end}": taken / build["tokens"],
-        f"follow_lines_at_once{end}": len(lines),
-    }
+    figures = {"follow_share_taken": taken / build["tokens"], "follow_lines_at_once": len(lines)}
     if not lines:
         say("builders and trainers were never at work at once; give --followed-tokens more")
         return figures
@@ -409,16 +441,25 @@ def at_once(
     per_token = build["bytes"] / build["tokens"]
     fit_rate = found["tokens_per_s"]
     build_rate = tokens / span
+    # Where there is one of a kind, all of that kind are one.
+    build_one, build_alone = (rate(built.get(name, built["alone"])) for name in ("one", "alone"))
+    fit_one, fit_alone = (
+        speed(runs.get(name, runs["alone"])[task.leave_out :]) for name in ("one", "alone")
+    )
     return figures | {
-        f"follow_build_tokens_per_s{end}": build_rate,
-        f"follow_fit_tokens_per_s{end}": fit_rate,
-        f"follow_fit_anchors_per_s{end}": found["anchors_per_s"],
-        f"follow_build_ratio{end}": build_rate / rate(built["alone"]),
-        f"follow_fit_ratio{end}": fit_rate / fit_alone,
-        f"follow_waiting{end}": found["waiting"],
-        f"follow_gb_s_written{end}": build_rate * per_token / 1e9,
-        f"follow_gb_s_read{end}": fit_rate / task.passes * per_token / 1e9,
-        f"follow_seconds_at_once{end}": span,
+        "follow_build_tokens_per_s": build_rate,
+        "follow_build_tokens_per_s_per_gpu": build_rate / len(build["workers"]),
+        "follow_fit_tokens_per_s": fit_rate,
+        "follow_fit_anchors_per_s": found["anchors_per_s"],
+        "follow_build_ratio": build_rate / build_alone,
+        "follow_build_over_one": build_rate / build_one,
+        "follow_fit_ratio": fit_rate / fit_alone["tokens_per_s"],
+        "follow_fit_over_one": fit_rate / fit_one["tokens_per_s"],
+        "follow_fit_anchors_over_one": found["anchors_per_s"] / fit_one["anchors_per_s"],
+        "follow_waiting": found["waiting"],
+        "follow_gb_s_written": build_rate * per_token / 1e9,
+        "follow_gb_s_read": fit_rate / task.passes * per_token / 1e9,
+        "follow_seconds_at_once": span,
     }
 
 

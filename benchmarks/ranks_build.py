@@ -2,6 +2,7 @@
 target.  And the caches of random states that the trainers of other parts read.
 """
 
+import copy
 import json
 import shutil
 import statistics
@@ -10,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +20,8 @@ import bench_extract
 import numpy as np
 import torch
 from bench_extract import QWEN_27B, TINY, Sizes, Work, random_target, target_spec
-from ranks_data import BROKEN, Task, say
-from ranks_rates import gb_per_s, rate, rate_to_the_end
+from ranks_data import BESIDE, BROKEN, Task, say
+from ranks_rates import gb_per_s, rate, rate_to_the_end, train_lines
 from store_data import POOL_ROWS, make_pool
 from torch.distributed import PrefixStore
 
@@ -85,12 +87,36 @@ def options(task: Task, *, tokens: int, layers: int | None = None) -> Namespace:
     )
 
 
-def units_of(task: Task, tokens: int, folder: Path, target: Target | None = None) -> Work:
+def units_of(task: Task, folder: Path, target: Target | None = None) -> Work:
     """Units of all buckets, the same in every process; without a target only to be planned."""
     described: Any = target or SimpleNamespace(
         spec=target_spec(sizes_of(task), layers=sizes_of(task).layers)
     )
-    return Work(described, sizes_of(task), options(task, tokens=tokens), folder)
+    return Work(described, sizes_of(task), options(task, tokens=task.tokens), folder)
+
+
+def repeated(work: Work, times: int) -> Work:
+    """The same units so many times over, each sample under a number of its own.
+
+    Units that are drawn anew would be another mixture, whose rate is another, and have batches of
+    more numbers of rows, for which kernels would be tuned while the clock runs.
+    """
+    size, found = len(work.samples), copy.copy(work)
+    found.samples = [
+        replace(sample, sample_id=number, group=str(number))
+        for number, sample in enumerate(work.samples * times)
+    ]
+    found.units = [
+        replace(
+            unit,
+            name=ledger.unit_name(turn * len(work.units) + place),
+            members=tuple(turn * size + member for member in unit.members),
+        )
+        for turn in range(times)
+        for place, unit in enumerate(work.units)
+    ]
+    found.lengths, found.tokens = work.lengths * times, work.tokens * times
+    return found
 
 
 def whole_identity(work: Work, encoding: str) -> Identity:
@@ -145,7 +171,7 @@ def random_cache(task: Task, encoding: str) -> Path:
     root = task.folder / f"cache.{encoding}"
     if (root / "manifest.json").is_file():
         return root
-    work, began = units_of(task, task.tokens, task.folder), time.perf_counter()
+    work, began = units_of(task, task.folder), time.perf_counter()
     identity = whole_identity(work, encoding)
     codec = plain_codec(identity)
     pool_KPH = make_pool(
@@ -171,19 +197,22 @@ def random_cache(task: Task, encoding: str) -> Path:
 
 
 class Noted(Member):
-    """A member that keeps when its tokens and bytes were done."""
-
-    pause = 0.0
+    """A member that keeps when its tokens and bytes were done, and rests once if it has to."""
 
     def __init__(self, board: Board, worker: int, *, lengths: Sequence[int]) -> None:
         super().__init__(board, worker, lengths=lengths)
         self.series: list[tuple[float, int]] = []
-        self.all_bytes = 0
+        self.all_tokens = self.all_bytes = 0
+        self.rest: Callable[[], None] | None = None
+        self.rest_at = 0.0  # tokens
 
     def update(self, tokens: int) -> None:
         super().update(tokens)
         self.series.append((time.time(), tokens))
-        time.sleep(self.pause)
+        self.all_tokens += tokens
+        if self.rest is not None and self.all_tokens >= self.rest_at:
+            self.rest, rest = None, self.rest
+            rest()
 
     def wrote(self, count: int) -> None:
         super().wrote(count)
@@ -191,16 +220,17 @@ class Noted(Member):
 
 
 class Bench:
-    """A worker with its random target."""
+    """A worker with its random target, and units for it."""
 
-    def __init__(self, crew: Crew, task: Task, tokens: int) -> None:
+    def __init__(self, crew: Crew, task: Task) -> None:
         self.crew, self.task = crew, task
         self.number, self.world = crew.seat.number, crew.seat.world
         device = torch.device(crew.device)
-        self.target = random_target(sizes_of(task), options(task, tokens=tokens), device)
+        self.target = random_target(sizes_of(task), options(task, tokens=task.tokens), device)
         self.folder = task.folder / f"worker.{self.number}"
         self.barriers = 0
-        warm_up(units_of(task, tokens, self.folder, self.target))
+        self.work = units_of(task, self.folder, self.target)
+        warm_up(self.work)
         self.meet()
 
     def meet(self) -> None:
@@ -216,17 +246,23 @@ class Bench:
             time.sleep(0.05)
 
     def build(
-        self, work: Work, encoding: str, root: Path, *, crowd: int, pause: float = 0.0
+        self,
+        work: Work,
+        encoding: str,
+        root: Path,
+        *,
+        crowd: int,
+        rest: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """The first `crowd` workers extract all units into a cache, which the first one seals.
 
         Each tells when it began, when it had committed the last of its own, and how far it was
-        when; the first worker has it of all.
+        when; the first worker has it of all.  Behind two thirds of its share each does `rest`.
         """
         identity = whole_identity(work, encoding)
         board = Board(PrefixStore(f"bench/{root.name}", self.crew.board.store), world=self.world)
         member = Noted(board, self.number, lengths=work.lengths)
-        member.pause = pause
+        member.rest, member.rest_at = rest, work.tokens / crowd * 2 / 3
         if self.number == 0:
             begin(root, work, identity)
         self.meet()
@@ -299,12 +335,11 @@ def warm_up(work: Work) -> None:
 
 def extract_work(crew: Crew, task: Task) -> None:
     """The same units by one worker, the others idle, and by all of them."""
-    bench = Bench(crew, task, task.tokens)
-    work = units_of(task, task.tokens, bench.folder, bench.target)
+    bench = Bench(crew, task)
     for encoding in task.encodings:
         for crowd in sorted({1, bench.world}):
             root = task.folder / f"extracted.{encoding}.{crowd}"
-            phase = bench.build(work, encoding, root, crowd=crowd)
+            phase = bench.build(bench.work, encoding, root, crowd=crowd)
             if bench.number == 0:
                 shutil.rmtree(root)
                 found = {
@@ -334,22 +369,51 @@ def build_beside(parent: int, task: Task, groups: Sequence[Group]) -> None:
 
 
 def follow_work(crew: Crew, task: Task) -> None:
-    """A cache by the builders alone; and one that trainers follow, as soon as they say so."""
-    bench = Bench(crew, task, task.tokens)
+    """Caches by one of several builders and by all of them, with the trainers idle; and one that
+    trainers follow.  Each when the trainers say so.
+    """
+    bench = Bench(crew, task)
+    builders = bench.world
+    followed = max(1, task.followed_tokens // bench.work.tokens)
     for encoding in task.encodings:
-        for name, tokens in (("alone", task.tokens), ("beside", task.followed_tokens)):
-            task.wait_for(f"{encoding}.go.{name}")
-            work = units_of(task, tokens, bench.folder, bench.target)
-            root = task.folder / f"{name}.{encoding}"
-            pause = task.scale.pause if name == "beside" else 0.0
-            with _locked(root, bench.number == 0):
-                phase = bench.build(work, encoding, root, crowd=bench.world, pause=pause)
+        task.wait_for(f"{encoding}.go.alone")
+        if builders > 1:
+            root = build_followed(bench, encoding, "one", crowd=1)
             if bench.number == 0:
-                size = ledger.read_manifest(root).bytes
-                task.note(f"{encoding}.built.{name}", bytes=size, **phase)
-                say(f"built {encoding} {name}: {rate(phase):,.0f} tokens/s, "
-                    f"{gb_per_s(phase):.2f} GB/s")  # fmt: skip
+                shutil.rmtree(root)
+        build_followed(bench, encoding, "alone", crowd=builders, times=builders)
+        task.wait_for(f"{encoding}.go.beside")
+        rest = partial(await_trainers, task)
+        build_followed(bench, encoding, "beside", crowd=builders, times=followed, rest=rest)
     bench.finish()
+
+
+def await_trainers(task: Task) -> None:
+    """Where a cache is built in a moment, wait until a line of theirs counts."""
+    end = time.monotonic() + task.scale.patience
+    while len(train_lines(task.folder / BESIDE)) <= task.leave_out and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def build_followed(
+    bench: Bench,
+    encoding: str,
+    name: str,
+    *,
+    crowd: int,
+    times: int = 1,
+    rest: Callable[[], None] | None = None,
+) -> Path:
+    """Build one of the caches, and note how that went."""
+    root, task = bench.task.folder / f"{name}.{encoding}", bench.task
+    work = repeated(bench.work, times)
+    with _locked(root, bench.number == 0):
+        phase = bench.build(work, encoding, root, crowd=crowd, rest=rest)
+    if bench.number == 0:
+        size = ledger.read_manifest(root).bytes
+        task.note(f"{encoding}.built.{name}", bytes=size, **phase)
+        say(f"built {encoding} {name}: {rate(phase):,.0f} tokens/s, {gb_per_s(phase):.2f} GB/s")
+    return root
 
 
 @contextmanager
@@ -379,7 +443,7 @@ def tensor_work(crew: Crew, task: Task) -> None:
         lockstep.follow(load)
         return
     save_target(folder, task, torch.device(crew.device))
-    every = units_of(task, task.tokens, task.folder).batches
+    every = units_of(task, task.folder).batches
     batches = [every[0], every[-1]]
     states = run_target("shared", lockstep.lead(load, False), batches, ids, task)
     alone = load(False, shared=False)

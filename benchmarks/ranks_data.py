@@ -22,6 +22,7 @@ NEVER = 10**9  # steps
 WORDS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight"}
 STARTED = "BENCH_STARTED"  # in the environment: when the first process began
 STOPPED = "stopped by"  # in errors of what a signal has ended
+BESIDE = "run.beside"  # the folder of a run that follows a builder
 BROKEN = "broken"  # a file that tells who waits for another that it is waited for in vain
 
 
@@ -40,7 +41,7 @@ class Scale:
     follow: tuple[int, int]
     tensor_layers: int  # of the target that is shared
     log_every: int
-    pause: float = 0.0  # seconds that a builder rests after each sample, so that it is slow
+    patience: float = 0.0  # seconds that builders wait for those who train beside them
 
 
 FULL = Scale(
@@ -66,7 +67,7 @@ TINY = Scale(
     follow=(128, 16),
     tensor_layers=8,
     log_every=1,
-    pause=0.01,
+    patience=30.0,
 )  # fmt: skip
 
 
@@ -82,8 +83,8 @@ class Task:
     steps: int  # of a run
     leave_out: int  # lines of its log: the first packs were read before the clock ran
     passes: int  # over a pack, where the cache is followed
-    tokens: int  # of the caches that are only read, or that a builder makes in its own time
-    followed_tokens: int  # of those that are built while they are followed
+    tokens: int  # of the caches that are only read, or that one worker makes in its own time
+    followed_tokens: int  # of those that are built while they are followed, at most
     direct: bool  # read past the page cache
     timeout: float  # seconds that ranks wait for one of them
 
@@ -143,6 +144,6 @@ def fit_config(task: Task, cache: Path, out: Path, shape: tuple[int, int]) -> Fi
     )
 
 
-def following(config: FitConfig, *, passes: int) -> FitConfig:
+def following(config: FitConfig) -> FitConfig:
     """The same on a cache that is being built: once through all of it."""
-    return replace(config, follow=True, epochs=1, max_steps=None, passes_per_pack=passes)
+    return replace(config, follow=True, epochs=1, max_steps=None)

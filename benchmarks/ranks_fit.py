@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import step_data
 import torch
-from ranks_data import LR, STOPPED, Task, fit_config, following, say
+from ranks_data import BESIDE, LR, STOPPED, Task, fit_config, following, say
 from ranks_rates import speed, train_lines
 from step_data import Setup, make_frozen, random_batch
 from torch import Tensor, distributed
@@ -40,13 +41,13 @@ from dflash_fit.world import World, own_client
 
 WIRES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-# Every shape is another specialisation of the same few functions.
-torch._dynamo.config.recompile_limit = 64
-
 
 def use_device(world: World) -> None:
     """Drafters and batches of `step_data` are made on the device of this process."""
     step_data.DEVICE = world.device
+    if world.device.type == "cuda":
+        # Every shape is another specialisation of the same few functions.
+        torch._dynamo.config.recompile_limit = 64
 
 
 def synchronize(world: World) -> None:
@@ -266,6 +267,16 @@ def together(world: World, name: str) -> World:
     return replace(world, store=own_client(world.store, name))
 
 
+def by_the_first(world: World, work: Callable[[World], None]) -> None:
+    """Have the first of several ranks do something alone; the others wait."""
+    if world.size == 1:
+        return
+    if world.first:
+        with world.pulse.resting():
+            work(alone(world))
+    world.barrier()
+
+
 def told_speed(name: str, found: dict[str, Any]) -> None:
     say(f"{name}: {found['tokens_per_s']:,.0f} tokens/s, waiting {found['waiting']:.1%}, "
         f"{found['lines']} lines in {found['seconds']:.1f} s")  # fmt: skip
@@ -277,11 +288,7 @@ def train_work(world: World, task: Task) -> dict[str, Any]:
     for encoding in task.encodings:
         cache = task.folder / f"cache.{encoding}"
         config = fit_config(task, cache, task.folder / f"run.{encoding}", task.scale.train)
-        if world.size > 1:
-            if world.first:
-                with world.pulse.resting():
-                    train_noted(alone(world), task, config, f"{encoding}.1")
-            world.barrier()
+        by_the_first(world, partial(train_noted, task=task, config=config, name=f"{encoding}.1"))
         train_noted(together(world, encoding), task, config, f"{encoding}.{world.size}")
     return {}
 
@@ -310,31 +317,50 @@ class BuilderDone:
 
 
 def follow_work(world: World, task: Task) -> dict[str, Any]:
-    """On a sealed cache with the builders idle; and on one that they are building."""
+    """On a sealed cache with the builders idle, by one of several ranks and by all of them; and on
+    one that they are building.
+    """
     use_device(world)
     for encoding in task.encodings:
-        for name in ("alone", "beside"):
-            cache = task.folder / f"{name}.{encoding}"
-            config = fit_config(task, cache, task.folder / f"run.{name}", task.scale.follow)
-            config = replace(config, passes_per_pack=task.passes)
-            built = f"{encoding}.built.{name}"
-            if world.first:
-                task.note(f"{encoding}.go.{name}")
-            if name == "beside":
-                config = following(config, passes=task.passes)
-            else:
-                with world.pulse.resting():
-                    task.wait_for(built)
-            stop = BuilderDone(task, built) if name == "beside" else loop.never
-            own = together(world, f"{encoding}.{name}")
-            lines = run(own, task, config, stop=stop)
-            if world.first:
-                task.note(f"{encoding}.trained.{name}", lines=lines)
-                if lines:
-                    told_speed(f"train {encoding} {name}", speed(lines[task.leave_out :]))
-                task.wait_for(built)
-                shutil.rmtree(cache)
+        cache = task.folder / f"alone.{encoding}"
+        config = fit_config(task, cache, task.folder / "run.alone", task.scale.follow)
+        config = replace(config, passes_per_pack=task.passes)
+        if world.first:
+            task.note(f"{encoding}.go.alone")
+        with world.pulse.resting():
+            task.wait_for(f"{encoding}.built.alone")
+        one = partial(trained, task=task, config=config, name=f"{encoding}.trained.one")
+        by_the_first(world, one)
+        own = together(world, f"{encoding}.alone")
+        trained(own, task, config, f"{encoding}.trained.alone")
+        if world.first:
+            shutil.rmtree(cache)
+            task.note(f"{encoding}.go.beside")
+        cache, built = task.folder / f"beside.{encoding}", f"{encoding}.built.beside"
+        config = replace(config, cache=str(cache), out=task.folder / BESIDE)
+        own = together(world, f"{encoding}.beside")
+        stop = BuilderDone(task, built)
+        trained(own, task, following(config), f"{encoding}.trained.beside", stop=stop)
+        if world.first:
+            task.wait_for(built)
+            shutil.rmtree(cache)
     return {}
+
+
+def trained(
+    world: World,
+    task: Task,
+    config: FitConfig,
+    name: str,
+    *,
+    stop: Callable[[int], bool] = loop.never,
+) -> None:
+    """A run whose log is noted."""
+    lines = run(world, task, config, stop=stop)
+    if world.first:
+        task.note(name, lines=lines)
+        if counted := lines[task.leave_out :]:
+            told_speed(f"follow {name}", speed(counted))
 
 
 # --- one rank dies --------------------------------------------------------------------------------

@@ -5,16 +5,23 @@ import math
 import os
 import subprocess
 import sys
+import time
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import bench_ranks
 import ranks_rates
 
 BENCHMARKS = Path(ranks_rates.__file__).parent
 
+ON_ONE = ["reduce", "train", "extract"]  # parts that one device allows
 STEPS = 6
+# Two of each kind, which is the least of which one alone is measured, too.
+BESIDE = ["--build-devices", "cpu,cpu", "--fit-devices", "cpu,cpu"]
 ENDS = ("", "_fp8")
 # What is quoted of a part, without the endings of encodings.
 REDUCE = [
@@ -41,6 +48,9 @@ FOLLOW = [
     *("follow_build_tokens_per_s", "follow_fit_tokens_per_s", "follow_fit_anchors_per_s"),
     *("follow_gb_s_written_alone", "follow_gb_s_written", "follow_gb_s_read"),
     *("follow_seconds_at_once", "follow_lines_at_once"),
+    *("follow_build_one_tokens_per_s", "follow_fit_one_tokens_per_s", "follow_waiting_one"),
+    *("follow_build_alone_over_one", "follow_build_over_one", "follow_build_tokens_per_s_per_gpu"),
+    *("follow_fit_alone_over_one", "follow_fit_over_one", "follow_fit_anchors_over_one"),
 ]
 TENSOR = [
     *("tensor_apart_median", "tensor_apart_worst", "tensor_noise_median", "tensor_noise_worst"),
@@ -65,7 +75,7 @@ def found(tmp_path_factory):
     common = ["--devices", "cpu,cpu", "--steps", STEPS, "--folder", folder]
     halves = {
         "ranks": ["--parts", "reduce,train,kill,tensor"],
-        "workers": ["--parts", "extract,follow", "--encodings", "fp8"],
+        "workers": ["--parts", "extract,follow", "--encodings", "fp8", *BESIDE],
     }
     started = {
         name: start(*common, *words, "--out", out / f"{name}.json")
@@ -137,11 +147,39 @@ def test_a_part_that_takes_too_long_is_named_and_leaves_nothing_behind(tmp_path)
     assert list(disk.iterdir()) == []
 
 
-def test_parts_that_take_two_devices_are_refused_with_one(tmp_path):
-    process = start("--devices", "cpu", "--parts", "reduce,follow", "--folder", tmp_path)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert "follow takes two devices or more" in errors
+def test_a_part_ends_when_the_time_of_all_is_over():
+    soon = time.monotonic() + 0.05
+    with (
+        pytest.raises(bench_ranks.Overdue, match="--limit-all"),
+        bench_ranks.at_most(9, within=soon),
+    ):
+        time.sleep(5)
+
+
+def parsed(monkeypatch, *words: str) -> Namespace:
+    monkeypatch.setattr(sys, "argv", ["bench_ranks.py", "--tiny", "--devices", "cpu", *words])
+    return bench_ranks.parse_args()
+
+
+@pytest.mark.parametrize("more", [[], ["--build-devices", "cpu"], ["--fit-devices", "cpu"]])
+def test_parts_that_take_two_devices_are_refused_with_one(monkeypatch, capsys, more):
+    with pytest.raises(SystemExit, match="2"):
+        parsed(monkeypatch, "--parts", "reduce,follow", *more)
+    told = "follow takes two devices or more; give --build-devices and --fit-devices"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        (["--parts", "follow", "--build-devices", "cpu", "--fit-devices", "cpu"], ["follow"]),
+        (["--build-devices", "cpu", "--fit-devices", "cpu"], [*ON_ONE, "follow"]),
+        (["--build-devices", "cpu"], ON_ONE),
+        ([], ON_ONE),
+    ],
+)
+def test_one_device_builds_and_trains_where_it_is_given_for_both(monkeypatch, more, wanted):
+    assert parsed(monkeypatch, *more).parts == wanted
 
 
 # --- arithmetic -----------------------------------------------------------------------------------
@@ -193,6 +231,63 @@ def test_the_speed_of_a_run_is_that_of_all_its_time():
     assert found["waiting"] == pytest.approx((2 * 0.5 + 6 * 0.1) / 8)
     assert found["gb_per_s_needed"] == pytest.approx((2 * 1 + 6 * 3) / 8)
     assert found["steps"] == 2
+
+
+def phase(crowd: int, *, rate: float) -> dict:
+    """What builders noted who made so many tokens a second each."""
+    own = {"began": 0.0, "ended": 100.0, "bytes": 1e9, "series": [[100.0, 100 * rate]]}
+    tokens = crowd * 100 * rate
+    return {"workers": [own] * crowd, "tokens": tokens, "bytes": 2 * tokens}
+
+
+def log(crowd: int, *, rate: float, anchors: float) -> dict:
+    """The log of so many trainers, each of that many tokens and anchors a second."""
+    lines = [
+        {"step": step, "time": 10.0 * step, "tokens": 10 * crowd * rate, "waiting": 0.0,
+         "tokens_per_s": crowd * rate, "anchors": 10 * crowd * anchors, "gb_per_s_needed": 1.0}
+        for step in range(1, 10)
+    ]  # fmt: skip
+    first = {**lines[0], "time": 5.0, "tokens_per_s": 1.0}  # left out
+    return {"lines": [first, *lines]}
+
+
+@pytest.mark.parametrize("builders", [1, 5])
+@pytest.mark.parametrize("trainers", [1, 3])
+def test_what_many_do_is_compared_with_what_one_does_alone(builders, trainers):
+    notes = {
+        "built.alone": phase(builders, rate=90.0),
+        "built.beside": phase(builders, rate=75.0),
+        "trained.alone": log(trainers, rate=240.0, anchors=30.0),
+        "trained.beside": log(trainers, rate=150.0, anchors=20.0),
+    }
+    build_one, fit_one, anchors_one = 90.0, 240.0, 30.0  # those alone are one
+    if builders > 1:
+        build_one, notes["built.one"] = 100.0, phase(1, rate=100.0)
+    if trainers > 1:
+        fit_one, anchors_one = 300.0, 50.0
+        notes["trained.one"] = log(1, rate=300.0, anchors=50.0)
+    found = bench_ranks.follow_figures(
+        SimpleNamespace(
+            encodings=["fp8"], leave_out=1, passes=2, found=lambda name: notes.get(name[4:])
+        ),
+        Namespace(),
+    )
+    wanted = {
+        "follow_build_over_one": builders * 75.0 / build_one,
+        "follow_build_tokens_per_s_per_gpu": 75.0,
+        "follow_build_ratio": 75.0 / 90.0,
+        "follow_fit_over_one": trainers * 150.0 / fit_one,
+        "follow_fit_anchors_over_one": trainers * 20.0 / anchors_one,
+        "follow_fit_ratio": 150.0 / 240.0,
+    }
+    if builders > 1:
+        wanted["follow_build_alone_over_one"] = 5 * 90.0 / 100.0
+    if trainers > 1:
+        wanted["follow_fit_alone_over_one"] = 3 * 240.0 / 300.0
+    said = {key: found[f"{key}_fp8"] for key in wanted}
+    assert said == pytest.approx(wanted)
+    assert ("follow_build_alone_over_one_fp8" in found) == (builders > 1)
+    assert ("follow_fit_alone_over_one_fp8" in found) == (trainers > 1)
 
 
 def test_a_line_that_is_half_written_does_not_count(tmp_path):
