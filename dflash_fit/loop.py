@@ -122,7 +122,7 @@ def train_in(
     """
     config = world.share(checkpoint.as_begun(config) if world.first else config)
     with world.pulse.resting():
-        reader = open_reader(config)
+        reader = opened_cache(world, config, open_reader)
         plan = outline(config, reader, world)
     with followed(plan), stop_signals(plan) as asked:
         with world.pulse.resting():
@@ -155,6 +155,18 @@ def train_in(
                 state = train(life, state)
                 saver.wait()
     return summary(run, state)
+
+
+def opened_cache(
+    world: World, config: FitConfig, open_reader: Callable[[FitConfig], Reader]
+) -> Reader:
+    """The cache; where a builder has to be waited for, rank 0 does so first, and alone tells it."""
+    if config.follow and not world.first:
+        world.barrier()
+    reader = open_reader(config)
+    if config.follow and world.first:
+        world.barrier()
+    return reader
 
 
 @dataclass(frozen=True, kw_only=True)
