@@ -18,7 +18,7 @@ class Member:
         """`lengths` of the samples, by position in the plan."""
         self.board, self.worker, self.lengths = board, worker, lengths
         self.lock = threading.Lock()
-        self.held: list[str] = []
+        self.held: list[UnitPlan] = []
         self.tokens = self.bytes = 0  # not on the board yet
         self.told = time.monotonic()
 
@@ -63,8 +63,12 @@ class Member:
 
     def _hold(self, unit: UnitPlan) -> None:
         with self.lock:
-            self.held.append(unit.name)
-            self.board.set_held(self.worker, self.held)
+            self.held.append(unit)
+            self._tell_held()
+
+    def _tell_held(self) -> None:
+        told = [f"unit {unit.name} (bucket {unit.bucket:04d})" for unit in self.held]
+        self.board.set_held(self.worker, told)
 
     # --- the first worker -----------------------------------------------------------------------
 
@@ -102,8 +106,8 @@ class Member:
         with self.lock:
             self.board.done(unit.name)
             self.board.add(self.worker, kept=tokens)
-            self.held = [name for name in self.held if name != unit.name]
-            self.board.set_held(self.worker, self.held)
+            self.held = [other for other in self.held if other.name != unit.name]
+            self._tell_held()
             self._tell(now=True)
 
     def _tell(self, *, now: bool = False) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -76,6 +76,9 @@ class Meter:
         self.noted: deque[tuple[float, dict[int, Count]]] = deque([(began, {})])
 
     def note(self, seconds: float, counts: Counts) -> Speed:
+        """The speed of late; while nothing is counted it stays what it was."""
+        if counts == self.noted[-1][1]:
+            return self.speed()
         self.noted.append((seconds, dict(counts)))
         while len(self.noted) > 2 and self.noted[1][0] <= seconds - WINDOW:
             self.noted.popleft()
@@ -127,13 +130,18 @@ def speeds_text(speed: Speed) -> str:
     return told
 
 
-def status_text(speed: Speed, *, left: int, free: int) -> str:
-    """What stands behind the bar: speeds, disk, and the time that `left` tokens take."""
+def status_text(speed: Speed, *, left: int, free: int, idle: float = 0.0) -> str:
+    """What stands behind the bar: speeds, disk, and the time that `left` tokens take.
+
+    `idle` are the seconds since the last token, told where they are many.
+    """
     parts = [speeds_text(speed)]
     if speed.bytes:
         parts.append(f"{speed.bytes / 1e9:.3g} GB/s")
     parts.append(f"{free / 1e9:,.0f} GB free")
     parts.append(f"{hours(left / speed.tokens)} left" if speed.tokens else "no speed yet")
+    if speed.tokens and idle > WINDOW:
+        parts.append(f"no token for {hours(idle)}")
     return ", ".join(parts)
 
 
@@ -157,6 +165,29 @@ def skips_text(skipped: Mapping[str, int]) -> str:
 # --- showing ------------------------------------------------------------------------------------
 
 
+class FreeSpace:
+    """Bytes free on a disk, as last known: one that no longer answers must not silence who asks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bytes = self._ask()
+        self.thread: threading.Thread | None = None
+
+    def known(self) -> int:
+        """What the last answer was; the disk is asked again meanwhile."""
+        if self.thread is None or not self.thread.is_alive():
+            self.thread = threading.Thread(target=self._renew, name="free-space", daemon=True)
+            self.thread.start()
+        return self.bytes
+
+    def _renew(self) -> None:
+        with suppress(OSError):
+            self.bytes = self._ask()
+
+    def _ask(self) -> int:
+        return shutil.disk_usage(existing_folder(self.folder)).free
+
+
 class Display:
     """A line with a bar at a terminal, and a plain line now and then elsewhere."""
 
@@ -170,10 +201,13 @@ class Display:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`done` of the `total` tokens were there before; they are no speed of this run."""
-        self.folder, self.total, self.done, self.clock = folder, total, done, clock
+        self.total, self.done, self.clock = total, done, clock
+        self.free = FreeSpace(folder)
         self.stream = stream or sys.stderr
+        self.lock = threading.Lock()
         self.last = clock()
-        self.start()
+        self._begin()
+        self.started = False
         self.counts: Counts = {}
         self.bar: tqdm[Any] | None = None
         if self.stream.isatty():
@@ -188,22 +222,37 @@ class Display:
 
     def start(self) -> None:
         """From now on it is the target's own speed: it is loaded and proved."""
-        self.began = self.clock()
+        self._begin()
+        self.started = True
+
+    def _begin(self) -> None:
+        self.began = self.moved = self.clock()
         self.meter = Meter(self.began)
 
     def show(self, counts: Counts) -> None:
         """Draw what is new, if the last drawing is long enough ago."""
-        self.counts = counts
+        with self.lock:
+            if sum_of(counts).tokens != sum_of(self.counts).tokens:
+                self.moved = self.clock()
+            self.counts = counts
+            self._draw_if_due()
+
+    def refresh(self) -> None:
+        """Draw although nothing is new, so that it shows when nothing moves."""
+        with self.lock:
+            if self.started:
+                self._draw_if_due()
+
+    def _draw_if_due(self) -> None:
         now = self.clock()
         if now - self.last >= (REDRAW if self.bar is not None else RETELL):
             self.last = now
-            self._draw(self.meter.note(now, counts))
+            self._draw(self.meter.note(now, self.counts), idle=now - self.moved)
 
-    def _draw(self, speed: Speed) -> None:
+    def _draw(self, speed: Speed, *, idle: float) -> None:
         reached = min(self.total, self.done + sum_of(self.counts).tokens)
-        free = shutil.disk_usage(existing_folder(self.folder)).free
         told = f"{short(reached)} of {short(self.total)} tokens, " + status_text(
-            speed, left=self.total - reached, free=free
+            speed, left=self.total - reached, free=self.free.known(), idle=idle
         )
         if self.bar is not None:
             self.bar.n = reached
@@ -225,6 +274,30 @@ class Display:
 
 
 @contextmanager
+def repeated(
+    call: Callable[[], None], *, every: float, name: str, until: tuple[type[Exception], ...]
+) -> Iterator[None]:
+    """Call something every so many seconds, in a thread of its own, as long as the block runs.
+
+    The failures of `until` end it before, without a word.
+    """
+    over = threading.Event()
+
+    def run() -> None:
+        with suppress(*until):
+            while not over.wait(every):
+                call()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
 def shown(
     folder: Path, *, total: int, done: int, skipped: Mapping[str, int] | None = None
 ) -> Iterator[Display]:
@@ -233,7 +306,9 @@ def shown(
     if skipped:
         display.tell(skips_text(skipped))
     try:
-        yield display
+        # A terminal may be gone, and the work goes on.
+        with repeated(display.refresh, every=REDRAW, name="dflash-display", until=(OSError,)):
+            yield display
     finally:
         display.close()
 

@@ -1,9 +1,8 @@
-"""What one process of a build does for all: show the progress, and notice who is gone.
+"""What one process of a build does for all: show the progress, notice who is gone or stands still.
 
 It is the process that the user looks at, which plans and seals; when it is gone, all are.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,8 +10,9 @@ from dataclasses import dataclass, field
 
 from torch import distributed
 
-from dflash_cache.board import Board
-from dflash_cache.progress import Display
+from dflash_cache.board import LEAD, Board
+from dflash_cache.progress import Counts, Display, repeated
+from dflash_cache.stalls import Stalls
 
 EVERY = 0.5  # seconds between two looks
 # A supervisor beats every few seconds; one that was silent for so long is gone with its machine.
@@ -33,6 +33,7 @@ class Watch:
     heard: dict[int, tuple[int, float]] = field(default_factory=dict)  # beats, and since when
     looked: float | None = None
     told: set[int] = field(default_factory=set)
+    stalls: Stalls = field(default_factory=Stalls)
     started: bool = False
 
     def look(self) -> None:
@@ -45,12 +46,16 @@ class Watch:
         if not self.started and self.board.evidence() is not None:
             self.started = True
             self.display.start()
-        self.display.show(self.board.counts())
+            self.stalls.begin_anew(self.clock())
+        counts = self.board.counts()
+        self.tell_stalls(counts)
+        self.display.show(counts)
 
     def bury_the_silent(self) -> None:
         now = self.clock()
         if self.looked is not None and now - self.looked > GAP:
             self.heard.clear()
+            self.stalls.begin_anew(now)
         self.looked = now
         for worker in range(self.board.world):
             beats = self.board.beats(worker)
@@ -72,23 +77,25 @@ class Watch:
                 line += f"; its {held} unit{'s go' if held > 1 else ' goes'} to the others"
             self.display.tell(line)
 
+    def tell_stalls(self, counts: Counts) -> None:
+        """Who lives, holds something, and gets nowhere; and who does so no more."""
+        if self.board.is_finished() or self.board.failure() is not None:
+            return
+        first = [] if self.started else self.board.holders(LEAD)[-1:]
+        for worker, count in counts.items():
+            if self.board.end_of(worker) is None:
+                held = ["the start of the build"] if worker in first else self.board.held(worker)
+                if line := self.stalls.look(worker, count, held, self.clock()):
+                    self.display.tell(line)
+
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
     """Look at the board in a thread of its own, and once more at the end."""
-    over = threading.Event()
-
-    def run() -> None:
-        # Where the store is gone, so are the others; the main thread will say so.
-        with suppress(distributed.DistNetworkError, distributed.DistStoreError):
-            while not over.wait(EVERY):
-                watch.look()
-
-    thread = threading.Thread(target=run, name="dflash-watch", daemon=True)
-    thread.start()
+    # Where the store is gone, so are the others; the main thread will say so.
+    gone = (distributed.DistNetworkError, distributed.DistStoreError)
     try:
-        yield
+        with repeated(watch.look, every=EVERY, name="dflash-watch", until=gone):
+            yield
     finally:
-        over.set()
-        thread.join()
         watch.look()

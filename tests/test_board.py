@@ -15,6 +15,7 @@ from dflash_cache.buckets import UnitPlan
 from dflash_cache.errors import DFlashError, DiskFullError
 from dflash_cache.member import Member
 from dflash_cache.progress import Count, Display
+from dflash_cache.stalls import AGAIN, MOST, PATIENCE, TIMES
 from dflash_cache.watch import GAP, LATE, SILENCE, Watch
 
 
@@ -340,3 +341,120 @@ def test_a_terminal_that_is_gone_does_not_end_the_watch(board, watch, now, monke
         watch.look()
         now[0] += GAP
     assert [board.end_of(worker) is None for worker in range(4)] == [True, False, False, False]
+
+
+# --- who stands still -----------------------------------------------------------------------------
+
+STEP = 25.0  # seconds between two looks of these tests
+
+
+@pytest.fixture
+def after(board, watch, now):
+    """Look on for so long, while the supervisors live and the workers named get on."""
+
+    def wait(seconds: float, *, busy=()) -> list[str]:
+        before = len(watch.display.stream.text)
+        for _ in range(math.ceil(seconds / STEP)):
+            now[0] += STEP
+            for worker in range(4):
+                board.beat(worker)
+            for worker in busy:
+                board.add(worker, tokens=1)
+            watch.look()
+        lines = watch.display.stream.text[before:].splitlines()
+        return [line for line in lines if line.startswith("worker")]
+
+    return wait
+
+
+@pytest.fixture
+def holder(board, after) -> Member:
+    """Worker 3, which holds a unit and has done a batch of it."""
+    board.set_ready({})
+    own = member(board, 3)
+    next(own.fresh(units_of(2)))
+    assert after(STEP, busy=[0, 1, 2, 3]) == []
+    return own
+
+
+def test_a_worker_that_gets_nowhere_is_told_now_and_then_until_it_goes_on(holder, board, after):
+    others = [0, 1, 2]
+    assert after(PATIENCE - STEP, busy=others) == []
+    assert after(STEP, busy=others) == [
+        "worker 3 has done nothing for 0:05:00; it holds unit u000000 (bucket 0064). If it stays "
+        "so, stop the build (Ctrl-C) and run the same command again: committed units are kept"
+    ]
+    assert after(AGAIN - STEP, busy=others) == []
+    (again,) = after(STEP, busy=others)
+    assert again.startswith("worker 3 has done nothing for 0:35:00; it holds unit u000000 ")
+    assert "more" not in again
+    holder.wrote(7)
+    holder._tell(now=True)
+    assert after(STEP, busy=others) == ["worker 3 goes on again"]
+    assert after(PATIENCE - STEP, busy=others) == []
+    assert board.end_of(3) is None  # it is not ended for it
+
+
+def test_who_holds_nothing_stands_still_without_a_word(holder, board, after):
+    """There is nothing left to take, and somebody else writes the last unit."""
+    assert after(2 * MOST, busy=[3]) == []
+    board.bury(3, "signal 9")
+    own = member(board, 1)
+    next(own.left(units_of(2)))
+    assert "died" in after(STEP)[0]
+    assert after(PATIENCE - STEP) == []  # from when it took the unit
+
+
+def test_a_worker_has_longer_for_its_first_batch(board, after):
+    board.set_ready({})
+    fresh = member(board, 2).fresh(units_of(3))
+    assert [unit.name for unit in fresh] == ["u000000", "u000001", "u000002"]
+    assert after(MOST, busy=[0, 1]) == []
+    (line,) = after(STEP, busy=[0, 1])
+    told = "worker 2 has done nothing for 1:00:00; it holds unit u000000 (bucket 0064) and 2 more. "
+    assert line.startswith(told)
+
+
+def test_loading_and_proving_takes_its_time_and_not_for_ever(board, after):
+    assert member(board, 1).leads()
+    assert after(MOST) == []
+    (line,) = after(STEP)
+    assert line.startswith("worker 1 has done nothing for 1:00:00; it holds the start of the build")
+    board.set_ready({})
+    next(member(board, 1).fresh(units_of(1)))
+    assert after(STEP, busy=[1]) == ["worker 1 goes on again"]
+    assert len(after(PATIENCE)) == 1  # the hour before says nothing of batches
+
+
+def test_a_slow_worker_has_longer_for_every_batch(holder, after):
+    slow = PATIENCE / 2
+    assert after(slow - STEP) == []
+    assert after(STEP, busy=[3]) == []
+    assert after(TIMES * slow - STEP, busy=[0]) == []
+    (line,) = after(STEP, busy=[0])
+    assert line.startswith("worker 3 has done nothing for 0:07:30; ")
+
+
+def test_nobody_has_longer_than_an_hour_whatever_once_took_longer(holder, after):
+    after(MOST)
+    after(STEP, busy=[3])
+    assert after(MOST - STEP) == []
+    assert len(after(STEP)) == 1
+
+
+def test_a_build_that_was_stopped_and_goes_on_does_not_stand_still(holder, after, now):
+    after(PATIENCE - STEP)
+    now[0] += 10 * MOST  # Ctrl-Z, and the watch with it
+    assert after(PATIENCE, busy=[0]) == []
+    assert len(after(STEP, busy=[0])) == 1
+
+
+@pytest.mark.parametrize("over", ["it died", "all is done", "it has failed"])
+def test_nobody_is_told_to_stand_still_when_it_is_over(holder, board, after, over):
+    if over == "it died":
+        board.bury(3, "signal 9")
+    elif over == "all is done":
+        board.finish()
+    else:
+        board.fail(DFlashError("no room"))
+    assert not any("nothing" in line for line in after(MOST + PATIENCE))

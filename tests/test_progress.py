@@ -1,10 +1,12 @@
 """What the user reads while states are extracted; a clock that the test turns."""
 
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
+from dflash_cache import progress
 from dflash_cache.progress import (
     REDRAW,
     RETELL,
@@ -180,3 +182,65 @@ def test_skips_are_told_once_and_a_run_without_work_has_no_summary(tmp_path: Pat
     with shown(tmp_path, total=10, done=10, skipped={"no messages": 3}):
         pass
     assert capsys.readouterr().err == "3 rows skipped: 3 no messages\n"
+
+
+# --- what stands still ----------------------------------------------------------------------------
+
+
+def test_a_build_that_stands_still_says_so_and_keeps_the_speed_that_it_had(tmp_path):
+    stream, clock = Stream(terminal=False), Clock()
+    display = Display(tmp_path, total=4000, done=0, stream=stream, clock=clock)
+    display.refresh()
+    alone = Alone(display)
+    for second in range(60):
+        clock.now = 51.0 + second
+        alone.update(10)
+    for _ in range(10):
+        clock.now += RETELL
+        display.refresh()
+    lines = stream.text.splitlines()
+    assert "10 tok/s" in lines[0]
+    assert not any("no token" in line for line in lines[:2])
+    assert lines[-1].endswith(
+        "10 tok/s, " + lines[0].split(", ")[2] + ", 0:05:40 left, no token for 0:05:00"
+    )
+    alone.update(3400)
+    clock.now += RETELL
+    display.refresh()
+    assert stream.text.splitlines()[-1].startswith(
+        "extract 100%: 4.00k of 4.00k tokens, 10 tok/s, "
+    )
+
+
+def test_a_first_batch_that_never_ends_shows_too_and_loading_before_it_does_not(tmp_path):
+    stream, clock = Stream(terminal=False), Clock()
+    display = Display(tmp_path, total=4000, done=0, stream=stream, clock=clock)
+    for _ in range(5):
+        clock.now += RETELL
+        display.refresh()
+    assert stream.text == ""
+    Alone(display)
+    clock.now += RETELL
+    display.refresh()
+    assert stream.text.rstrip().endswith("no speed yet")
+
+
+def test_it_is_drawn_by_a_thread_while_nobody_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "REDRAW", 0.001)
+    drawn = threading.Event()
+    monkeypatch.setattr(Display, "refresh", lambda self: drawn.set())
+    with shown(tmp_path, total=10, done=0):
+        assert drawn.wait(60)
+
+
+def test_a_disk_that_no_longer_answers_does_not_silence_the_display(tmp_path, monkeypatch):
+    stream, clock, answers = Stream(terminal=False), Clock(), threading.Event()
+    display = Display(tmp_path, total=1000, done=0, stream=stream, clock=clock)
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda disk: answers.wait(60) and usage(disk))
+    for step in range(1, 4):
+        clock.now += RETELL
+        display.show({0: Count(tokens=100 * step)})
+    assert [" GB free, " in line for line in stream.text.splitlines()] == [True] * 3
+    answers.set()
+    display.free.thread.join()
