@@ -13,15 +13,9 @@ from torch import Tensor
 
 from dflash_cache.report import Report
 from dflash_cache.schema import FINAL_HIDDEN, layer_of
+from dflash_cache.tolerance import Tolerance
 
 UNKNOWN = "they are of no layer and of no neighbouring token"
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Largest relative L2 distance between rows of the last dimension; infinite where NaN is."""
-    found, wanted = found.float(), wanted.float()
-    distance = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)
-    return float(distance.nan_to_num(nan=torch.inf).max())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,26 +26,23 @@ class Candidate:
     states: Tensor  # [t, H]
 
 
-def cause_of(found: Tensor, plane: str, report: Report, *, limit: float) -> str:
-    """Why states [t, H] of a plane differ from those of the report, in words.
-
-    `limit` is the relative error up to which two states are the same.
-    """
+def cause_of(found: Tensor, plane: str, report: Report, tolerance: Tolerance) -> str:
+    """Why states [t, H] of a plane differ from those of the report, in words."""
     if told := _nothing_there(found):
         return told
     right = report.plane(plane)
     candidates = list(_candidates(plane, report))
     if right is not None:
         candidates.insert(0, Candidate(name="", states=right))
-    best, told = limit, ""
+    best, told = tolerance.limit, ""
     for candidate in candidates:
         for shift in (0, 1, -1):
-            error = _error_when_shifted(found, candidate.states, shift)
+            error = _error_when_shifted(found, candidate.states, shift, tolerance)
             if error < best:
                 best, told = error, " and ".join(filter(None, (candidate.name, SHIFTS[shift])))
     if told or right is None:
         return told or UNKNOWN
-    return _scaled(found, right, limit) or _some_tokens(found, right, limit)
+    return _scaled(found, right, tolerance) or _some_tokens(found, right, tolerance)
 
 
 SHIFTS = {
@@ -102,28 +93,32 @@ def _other_layer(found: int, wanted: int) -> str:
     return told
 
 
-def _error_when_shifted(found: Tensor, states: Tensor, shift: int) -> float:
+def _error_when_shifted(found: Tensor, states: Tensor, shift: int, tolerance: Tolerance) -> float:
     """Error where token p has the state of token p - shift; the tokens at the ends have none."""
     tokens = len(found)
     if tokens < 2 and shift:
         return torch.inf
     if shift > 0:
-        return relative_error(found[shift:], states[: tokens - shift])
-    return relative_error(found[: tokens + shift], states[-shift:tokens])
+        found, states = found[shift:], states[: tokens - shift]
+    else:
+        found, states = found[: tokens + shift], states[-shift:tokens]
+    return tolerance.difference(found, states).ruling
 
 
-def _scaled(found: Tensor, right: Tensor, limit: float) -> str:
+def _scaled(found: Tensor, right: Tensor, tolerance: Tolerance) -> str:
     found, right = found.float(), right.float()
     factor = float((found * right).sum() / (right * right).sum().clamp_min(1e-12))
-    same = factor and relative_error(found / factor, right) < limit
+    same = factor and tolerance.same(found / factor, right)
     return f"the states are {factor:.3g} times what they should be" if same else ""
 
 
-def _some_tokens(found: Tensor, right: Tensor, limit: float) -> str:
+def _some_tokens(found: Tensor, right: Tensor, tolerance: Tolerance) -> str:
     distance = (found.float() - right.float()).norm(dim=-1)
-    wrong = distance > limit * right.float().norm(dim=-1)
+    wrong = distance > tolerance.limit * right.float().norm(dim=-1)
     count = int(wrong.sum())
     where = f"; {count} of {len(found)} tokens differ, the first is token {_first(wrong)}"
+    if tolerance.routed:
+        where += ". Routers that are all but tied, as those of random weights are, would do so too"
     return UNKNOWN + (where if count else "")
 
 

@@ -19,6 +19,7 @@ from dflash_cache.plan import Plan
 from dflash_cache.samples import Sample
 from dflash_cache.schema import PROBE_FILE, UnitRecord
 from dflash_cache.target import Target
+from dflash_cache.tolerance import Difference, tolerance_of, tolerance_of_stored
 
 # What a cache does without when a proof is left out, said at the start of a build.
 UNPROVEN = {
@@ -48,7 +49,7 @@ def prove(
     others prove what their own process could do wrong, up to the last target layer.
     """
     rows = _rows_for_proofs(plan.samples.samples, limit=config.batch_tokens)
-    measured: dict[str, Any] = {"tolerance": proofs.TOLERANCE[target.spec.dtype]}
+    measured: dict[str, Any] = {"tolerance": tolerance_of(target).limit}
     for name, (key, run) in _proofs_of_states(target, plan, rows, lead=lead).items():
         if name not in config.no_proof:
             measured[key] = run()
@@ -63,22 +64,32 @@ def prove(
         measured["skipped"] = skipped_proofs(config)
         if "agreement" not in config.no_proof:
             found = agreement.measure_agreement(target, _some(plan, config.agreement_samples))
-    return {"proofs": measured, "agreement": found}
+    return {"proofs": _kept(measured, target), "agreement": found}
+
+
+def _kept(measured: dict[str, Any], target: Target) -> dict[str, Any]:
+    """As the manifest keeps it: the worst token; and of a target with experts, for which that is
+    not what decides, the share of tokens beyond the tolerance."""
+    compared = {key: found for key, found in measured.items() if isinstance(found, Difference)}
+    kept = measured | {key: found.worst for key, found in compared.items()}
+    if target.has_experts:
+        kept["beyond_tolerance"] = {key: found.beyond for key, found in compared.items()}
+    return kept
 
 
 def _proofs_of_states(
     target: Target, plan: Plan, rows: Sequence[torch.Tensor], *, lead: bool
-) -> dict[str, tuple[str, Callable[[], float]]]:
+) -> dict[str, tuple[str, Callable[[], float | Difference]]]:
     """By name of the proof: where the manifest keeps what it measured, and the proof."""
     layer_ids, row = plan.identity.target_layer_ids, rows[0][None]
-    of_all: dict[str, tuple[str, Callable[[], float]]] = {
+    of_all: dict[str, tuple[str, Callable[[], float | Difference]]] = {
         "hooks": (
             "hooks_vs_hidden_states",
             lambda: proofs.prove_hooks(target, row, layer_ids),
         ),
         "padding": ("padded_vs_alone", lambda: proofs.prove_padding(target, rows, layer_ids)),
     }
-    of_the_lead: dict[str, tuple[str, Callable[[], float]]] = {
+    of_the_lead: dict[str, tuple[str, Callable[[], float | Difference]]] = {
         "frozen": ("frozen_vs_model", lambda: proofs.prove_frozen(target, row[:, :64])),
         "final": ("final_vs_head", lambda: proofs.prove_final(target, row[:, :64], layer_ids)),
     }
@@ -110,7 +121,7 @@ def _some(plan: Plan, count: int) -> list[Sample]:
 # --- the probe ----------------------------------------------------------------------------------
 
 
-def _prove_probe(target: Target, plan: Plan, root: Path) -> float:
+def _prove_probe(target: Target, plan: Plan, root: Path) -> Difference:
     """The extraction of this process gives the cache's probe, or the one that it will have."""
     samples, identity = plan.samples.samples, plan.identity
     found = probe.read_probe(root) or probe.make_probe(target, samples, identity)
@@ -136,7 +147,7 @@ def meet_probe(target: Target, plan: Plan, config: BuildConfig) -> None:
     _prove_probe(target, plan, config.out)
 
 
-def _prove_committed(target: Target, plan: Plan, record: UnitRecord, root: Path) -> float:
+def _prove_committed(target: Target, plan: Plan, record: UnitRecord, root: Path) -> Difference:
     """The shortest sample of a committed unit, computed again by this process."""
     by_id = {sample.sample_id: sample for sample in plan.samples.samples}
     position = len(record.sample_ids) - 1
@@ -149,12 +160,8 @@ def _prove_committed(target: Target, plan: Plan, record: UnitRecord, root: Path)
         )
     ]
     stored = unit_reader.stored_states(root, record, identity, position)
-    return proofs.prove_probe(
-        found,
-        list(stored),
-        dtype=target.spec.dtype,
-        lossy=ENCODINGS[identity.encoding].lossy,
-    )
+    tolerance = tolerance_of_stored(target, lossy=ENCODINGS[identity.encoding].lossy)
+    return proofs.prove_probe(found, list(stored), tolerance)
 
 
 # --- what was left out --------------------------------------------------------------------------

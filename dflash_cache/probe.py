@@ -26,11 +26,12 @@ from dflash_cache.diagnosis import cause_of
 from dflash_cache.errors import CacheError, ProofError
 from dflash_cache.extraction import padded_states
 from dflash_cache.files import repair_hint
-from dflash_cache.proofs import LEFT_PADDED, furthest, pad_right, padded_left, probe_limit
+from dflash_cache.proofs import LEFT_PADDED, pad_right, padded_left
 from dflash_cache.report import report_of
 from dflash_cache.samples import Sample
 from dflash_cache.schema import PROBE_FILE, PROBE_TOKENS, Identity, spoken
 from dflash_cache.target import Target
+from dflash_cache.tolerance import Difference, largest, tolerance_of_stored
 
 LEAST_TOKENS = 32
 IDS, ABOUT = "input_ids", "dflash_cache"
@@ -107,8 +108,8 @@ def read_probe(root: Path) -> Probe | None:
 
 def check_probe(
     probe: Probe, target: Target, samples: Sequence[Sample], identity: Identity
-) -> float:
-    """What this process extracts is what the probe says; returns the largest relative error."""
+) -> Difference:
+    """What this process extracts is what the probe says; returns the largest difference."""
     if not torch.equal(probe.input_ids, probe_ids(samples)):
         raise CacheError(
             f"{PROBE_FILE}: is of another sample than this build's; the folder was mixed up. "
@@ -118,14 +119,15 @@ def check_probe(
     extracted = dict(zip(identity.planes, extract_probe(target, probe, identity), strict=True))
     found = [extracted[plane] for plane in planes]
     stored = [probe.states[plane] for plane in planes]
-    worst, error = furthest(found, stored)
-    if error > probe_limit(target.spec.dtype):
+    tolerance = tolerance_of_stored(target)
+    measured = tolerance.differences(found, stored)
+    if (worst := tolerance.furthest(measured)) is not None:
         raise ProofError(
-            f"{spoken(planes[worst])}: the states of the probe sample differ by {error:.3g} "
-            "(relative) from what the library gave: "
+            f"{spoken(planes[worst])}: the states of the probe sample differ by "
+            f"{tolerance.told(measured[worst])} from what the library gave: "
             f"{_cause(found[worst], stored[worst], planes[worst], probe, target)}"
         )
-    return error
+    return largest(measured)
 
 
 def extract_probe(target: Target, probe: Probe, identity: Identity) -> list[Tensor]:
@@ -138,15 +140,15 @@ def extract_probe(target: Target, probe: Probe, identity: Identity) -> list[Tens
 
 def _cause(found: Tensor, stored: Tensor, plane: str, probe: Probe, target: Target) -> str:
     """Whether this process computes other states, or only takes wrong ones out of the target."""
-    report = report_of(target, probe.input_ids.long()).cpu()
-    limit, own = probe_limit(target.spec.dtype), report.plane(plane)
-    here = own is not None and furthest([own], [stored])[1] <= limit
-    ids = probe.input_ids.long()
+    ids, tolerance = probe.input_ids.long(), tolerance_of_stored(target)
+    report = report_of(target, ids).cpu()
     filled = report_of(target, padded_left(ids, width=2 * len(ids))).plane(plane)
-    if filled is not None and furthest([filled[: len(found)].cpu()], [found])[1] <= limit:
+    if filled is not None and tolerance.same(filled[: len(found)].cpu(), found):
         return LEFT_PADDED
+    own = report.plane(plane)
+    here = own is not None and tolerance.same(own, stored)
     if here or not bool(torch.isfinite(found).all()):
-        return cause_of(found, plane, report, limit=limit)
+        return cause_of(found, plane, report, tolerance)
     return (
         f"{_who()} ({this_process(target)}) computes other states than the one that began the "
         f"cache ({probe.made_by}); do not mix them. Use the same software and settings, or build "

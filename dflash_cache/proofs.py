@@ -13,16 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from dflash_cache.diagnosis import UNKNOWN, cause_of, relative_error
+from dflash_cache.diagnosis import UNKNOWN, cause_of
 from dflash_cache.errors import ProofError
 from dflash_cache.report import report_of
 from dflash_cache.schema import FINAL_HIDDEN, plane_of
 from dflash_cache.target import Target
+from dflash_cache.tolerance import (
+    TOLERANCE,
+    Difference,
+    Tolerance,
+    largest,
+    relative_error,
+    tolerance_of,
+)
 
-# Relative L2 error that one token of one layer may have, by the target's dtype, where kernels of
-# other shapes did the sums: bfloat16 keeps 8 bits, and the error of tens of layers adds up
-# (0.04 seen on 135M parameters).  A leak or another token's state is off by about 1.
-TOLERANCE = {"bfloat16": 0.15, "float32": 1e-3}
 # Hooks and the library's own report come from equal forwards; neighbouring layers differ by more.
 HOOK_TOLERANCE = {"bfloat16": 0.02, "float32": 1e-4}
 LEFT_PADDED = "left padding: the states are those of a row with the filler in front of it"
@@ -35,15 +39,14 @@ def prove_hooks(target: Target, input_ids: Tensor, layer_ids: Sequence[int]) -> 
     """
     hooked = target.hidden_states(input_ids, layer_ids)
     report = report_of(target, input_ids[0])
-    worst = 0.0
+    limit, worst = HOOK_TOLERANCE[target.spec.dtype], 0.0
     for layer_id, states in zip(layer_ids, hooked, strict=True):
         wanted = report.layer(layer_id)
         if wanted is None:
             continue  # a last layer and no norm behind it that we know
         worst = max(worst, relative_error(states[0], wanted))
-        if worst > HOOK_TOLERANCE[target.spec.dtype]:
-            limit = HOOK_TOLERANCE[target.spec.dtype]
-            cause = cause_of(states[0], plane_of(layer_id), report, limit=limit)
+        if worst > limit:
+            cause = cause_of(states[0], plane_of(layer_id), report, Tolerance(limit=limit))
             raise ProofError(
                 f"target layer {layer_id}: its hooked output differs from hidden_states"
                 f"[{layer_id + 1}] by {worst:.3g} (relative): {cause}"
@@ -80,7 +83,7 @@ def prove_final(target: Target, input_ids: Tensor, layer_ids: Sequence[int]) -> 
         worst = max(worst, error)
         if worst > limit:
             report = report_of(target, input_ids[0])
-            cause = cause_of(found[0], FINAL_HIDDEN, report, limit=limit)
+            cause = cause_of(found[0], FINAL_HIDDEN, report, Tolerance(limit=limit))
             raise ProofError(
                 f"{target.spec.name}: the final hidden state is not what the head reads, the "
                 f"logits that it gives differ by {worst:.3g} (relative): {cause}"
@@ -103,25 +106,26 @@ def head_input(target: Target, input_ids: Tensor) -> tuple[Tensor, Tensor]:
     return given[-1], logits
 
 
-def prove_padding(target: Target, rows: Sequence[Tensor], layer_ids: Sequence[int]) -> float:
+def prove_padding(target: Target, rows: Sequence[Tensor], layer_ids: Sequence[int]) -> Difference:
     """A row in a padded batch has the states that it has alone."""
     batch = pad_right(rows)
     refuse_left_padding(batch, rows)
     together = target.hidden_states(batch, layer_ids)
-    worst = 0.0
+    tolerance, found = tolerance_of(target), []
     for index, row in enumerate(rows):
         for layer_id, states, alone in zip(
             layer_ids, together, target.hidden_states(row[None], layer_ids), strict=True
         ):
-            worst = max(worst, relative_error(states[index, : len(row)], alone[0]))
-            if worst > TOLERANCE[target.spec.dtype]:
+            difference = tolerance.difference(states[index, : len(row)], alone[0])
+            found.append(difference)
+            if not tolerance.allows(difference):
                 cause = _cause_in_batch(target, states[index], alone[0], row, plane_of(layer_id))
                 raise ProofError(
                     f"target layer {layer_id}: a row of {len(row)} tokens padded to "
-                    f"{batch.shape[1]} differs from the same row alone by {worst:.3g} (relative): "
-                    f"{cause}"
+                    f"{batch.shape[1]} differs from the same row alone by "
+                    f"{tolerance.told(difference)}: {cause}"
                 )
-    return worst
+    return largest(found)
 
 
 def pad_right(rows: Sequence[Tensor]) -> Tensor:
@@ -150,43 +154,24 @@ def refuse_left_padding(batch: Tensor, rows: Sequence[Tensor]) -> None:
 
 def _cause_in_batch(target: Target, padded: Tensor, alone: Tensor, row: Tensor, plane: str) -> str:
     """Why a padded row's states [S, H] differ from those of the row alone [t, H]."""
-    limit, tokens = TOLERANCE[target.spec.dtype], len(row)
-    if relative_error(padded[len(padded) - tokens :], alone) < limit:
+    tolerance, tokens = tolerance_of(target), len(row)
+    if tolerance.same(padded[len(padded) - tokens :], alone):
         return "left padding: the row's states stand at the right end of the padded row"
     filled = report_of(target, padded_left(row, width=len(padded))).plane(plane)
-    if filled is not None and relative_error(padded, filled) < limit:
+    if filled is not None and tolerance.same(padded, filled):
         return LEFT_PADDED
-    cause = cause_of(padded[:tokens], plane, report_of(target, row), limit=limit)
+    cause = cause_of(padded[:tokens], plane, report_of(target, row), tolerance)
     return f"padding leaks into them ({cause})" if cause.startswith(UNKNOWN) else cause
 
 
-def probe_limit(dtype: str, *, lossy: bool = False) -> float:
-    """Relative error up to which states that were computed twice are the same.
-
-    One side was rounded to be stored, and the least noise may round a number the other way; where
-    the encoding is lossy, it may take a loud channel to the next of few codes.
-    """
-    least = TOLERANCE["bfloat16"] if lossy else torch.finfo(torch.bfloat16).eps
-    return max(TOLERANCE[dtype], least)
-
-
-def furthest(found: Sequence[Tensor], stored: Sequence[Tensor]) -> tuple[int, float]:
-    """The plane whose states differ most from what was stored, and by how much (relative)."""
-    errors = [relative_error(f.to(s.dtype), s) for f, s in zip(found, stored, strict=True)]
-    if not errors:
-        return 0, 0.0  # the library has no word for the one layer that is kept
-    worst = max(range(len(errors)), key=errors.__getitem__)
-    return worst, errors[worst]
-
-
 def prove_probe(
-    found: Sequence[Tensor], stored: Sequence[Tensor], *, dtype: str, lossy: bool = False
-) -> float:
+    found: Sequence[Tensor], stored: Sequence[Tensor], tolerance: Tolerance
+) -> Difference:
     """A resumed build reproduces what the first one committed: same arithmetic, same weights."""
-    _, worst = furthest(found, stored)
-    if worst > probe_limit(dtype, lossy=lossy):
+    difference = largest(tolerance.differences(found, stored))
+    if not tolerance.allows(difference):
         raise ProofError(
-            f"this process computes states that differ by {worst:.3g} (relative) from those "
+            f"this process computes states that differ by {tolerance.told(difference)} from those "
             "already in the cache; do not mix them. Build into a new folder"
         )
-    return worst
+    return difference

@@ -22,10 +22,11 @@ from dflash_cache.diagnosis import cause_of
 from dflash_cache.encodings import ENCODINGS
 from dflash_cache.errors import DFlashError, ProofError
 from dflash_cache.plan import Plan
-from dflash_cache.proofs import LEFT_PADDED, furthest, padded_left, probe_limit
+from dflash_cache.proofs import LEFT_PADDED, padded_left
 from dflash_cache.report import Report, report_of
 from dflash_cache.schema import Identity, UnitRecord, spoken
 from dflash_cache.target import Target
+from dflash_cache.tolerance import Difference, Tolerance, largest, tolerance_of_stored
 
 MOST_UNITS = 4
 MOST_TOKENS = 512  # later tokens change nothing for earlier ones
@@ -87,29 +88,30 @@ class Expected:
     states: dict[str, Tensor]  # plane -> bfloat16 [t, H], as the encoding gives them back
     report: Report
     padded_left: Report  # on the sample as left padding would begin it
-    limit: float
+    tolerance: Tolerance
 
-    def prove(self, root: Path, record: UnitRecord) -> float:
-        """The sample as it lies on the disk is as expected; returns the largest relative error."""
+    def prove(self, root: Path, record: UnitRecord) -> Difference:
+        """The sample as it lies on the disk is as expected; returns the largest difference."""
         stored = unit_reader.stored_states(root, record, self.identity, self.position)
         by_plane = dict(zip(self.identity.planes, stored, strict=True))
         planes = list(self.states)
         found = [by_plane[plane][: len(self.states[plane])] for plane in planes]
-        worst, error = furthest(found, [self.states[plane] for plane in planes])
-        if error > self.limit:
+        measured = self.tolerance.differences(found, list(self.states.values()))
+        if (worst := self.tolerance.furthest(measured)) is not None:
             cause = self._cause(found[worst], planes[worst])
             raise ProofError(
                 f"unit {record.unit}, sample {record.sample_ids[self.position]}, "
-                f"{spoken(planes[worst])}: read back from the disk, it differs by {error:.3g} "
-                f"(relative) from what the library gives for this sample alone: {cause}"
+                f"{spoken(planes[worst])}: read back from the disk, it differs by "
+                f"{self.tolerance.told(measured[worst])} from what the library gives for this "
+                f"sample alone: {cause}"
             )
-        return error
+        return largest(measured)
 
     def _cause(self, found: Tensor, plane: str) -> str:
         filled = self.padded_left.plane(plane)
-        if filled is not None and furthest([filled], [found])[1] <= self.limit:
+        if filled is not None and self.tolerance.same(filled, found):
             return LEFT_PADDED
-        return cause_of(found, plane, self.report, limit=self.limit)
+        return cause_of(found, plane, self.report, self.tolerance)
 
 
 def expect(
@@ -132,5 +134,5 @@ def expect(
         states=states,
         report=report.cpu(),
         padded_left=report_of(target, padded_left(ids, width=len(ids) + padding)[: len(ids)]).cpu(),
-        limit=probe_limit(target.spec.dtype, lossy=lossy),
+        tolerance=tolerance_of_stored(target, lossy=lossy),
     )

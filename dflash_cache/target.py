@@ -51,6 +51,15 @@ class Target:
         return name
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a router sends the tokens of some layer that is there to experts.
+
+        All families of transformers that do so keep the experts in a module of this name; configs
+        tell of them under five names, and some of a target that has none.
+        """
+        return any(name.rpartition(".")[2] == "experts" for name, _ in self.layers.named_modules())
+
+    @property
     def is_whole(self) -> bool:
         """Whether the final norm and all layers are there, so that there is a final state."""
         cut = any(isinstance(part, NoFinalNorm) for part in self.decoder.children())

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ from conftest import (
     save_tiny_target,
     write_jsonl,
 )
+from routing import OtherKernels, all_but_tied
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -33,6 +35,7 @@ from dflash_cache import build, extraction, landing, proofs
 from dflash_cache.ledger import read_manifest
 from dflash_cache.report import report_of
 from dflash_cache.target import Target
+from dflash_cache.tolerance import ROUTED_SHARE
 from dflash_cli.main import main
 
 Patch = pytest.MonkeyPatch
@@ -65,6 +68,22 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> N
 
 
 @pytest.fixture(scope="module")
+def loaded(tmp_path_factory) -> tuple[Path, OtherKernels]:
+    folder = tmp_path_factory.mktemp("routed") / "tiny"
+    return folder, all_but_tied(folder)
+
+
+@pytest.fixture
+def routed(loaded, monkeypatch) -> Path:
+    """A target with experts, whose tokens go to others of them in a batch than alone."""
+    folder, whole = loaded
+    monkeypatch.setattr(
+        build, "load_weights", lambda *_, **__: OtherKernels(**vars(deepcopy(whole)))
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("data") / "chats.jsonl", chat_rows(12))
 
@@ -77,6 +96,8 @@ def run_build(target: Path, data: Path, out: Path, *more: str):
 
 
 NOT_ASKED = ("--agreement-samples", "0")  # a random target agrees with no text
+# The first unit has rows of unlike length.
+ONE_BUCKET = (*NOT_ASKED, "--bucket-edges", "512", "--batch-tokens", "2048")
 
 
 def refused(target: Path, data: Path, out: Path, *more: str) -> str:
@@ -96,6 +117,15 @@ def test_without_a_mistake_the_build_is_good(tmp_path, target, data):
     measured = {"hooks_vs_hidden_states", "padded_vs_alone", "frozen_vs_model", "final_vs_head"}
     assert {name for name in measured if 0 <= found[name] < 1e-4} == measured
     assert found["skipped"] == ["agreement"]
+
+
+def test_tokens_that_go_to_other_experts_in_a_batch_are_no_mistake(tmp_path, routed, data):
+    done = run_build(routed, data, tmp_path / "out", *ONE_BUCKET)
+    assert done.exit_code == 0, done.output
+    found = read_manifest(tmp_path / "out").proofs
+    assert found["padded_vs_alone"] > found["tolerance"]  # they do go elsewhere
+    assert found["beyond_tolerance"].keys() == {"padded_vs_alone", "probe"}
+    assert 0 < found["beyond_tolerance"]["padded_vs_alone"] < ROUTED_SHARE
 
 
 # --- mistakes in taking states out of the target ------------------------------------------------
@@ -337,9 +367,22 @@ def test_a_mistake_that_comes_after_the_proofs_stops_the_first_unit(
 ):
     bug, cause = LATER[mistake]
     after_the_proofs(monkeypatch, bug)
-    # One bucket: the first unit has rows of unlike length.
-    more = (*NOT_ASKED, "--bucket-edges", "512", "--batch-tokens", "2048")
-    assert_told(cause, refused(target, data, tmp_path / "out", *more))
+    assert_told(cause, refused(target, data, tmp_path / "out", *ONE_BUCKET))
+
+
+@pytest.mark.parametrize("mistake", LATER)
+def test_a_mistake_does_not_hide_behind_tokens_that_go_to_other_experts(
+    tmp_path, routed, data, monkeypatch, mistake
+):
+    bug, cause = LATER[mistake]
+    after_the_proofs(monkeypatch, bug)
+    assert_told(cause, refused(routed, data, tmp_path / "out", *ONE_BUCKET))
+
+
+def test_left_padding_does_not_hide_there_from_the_start(tmp_path, routed, data, monkeypatch):
+    bug, cause = FROM_THE_START["left padding"]
+    bug(monkeypatch)
+    assert_told(cause, refused(routed, data, tmp_path / "out"))
 
 
 def test_left_padding_from_the_start_is_named(tmp_path, target, data, monkeypatch):

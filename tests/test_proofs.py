@@ -19,6 +19,7 @@ from dflash_cache.errors import ProofError
 from dflash_cache.report import report_of
 from dflash_cache.samples import Sample
 from dflash_cache.target import Target
+from dflash_cache.tolerance import TOLERANCE, Difference, Tolerance, tolerance_of_stored
 from dflash_cache.weights import load_target
 
 LAYERS = [1, 3, 5]
@@ -154,7 +155,7 @@ def test_a_target_that_was_cut_is_proven_up_to_its_last_layer(tiny_target):
     cut = load_target(str(tiny_target), dtype="float32", device="cpu")
     cut.keep_up_to(LAYERS[-1])
     assert proofs.prove_hooks(cut, rows(20)[0][None], LAYERS) == 0.0
-    assert proofs.prove_padding(cut, rows(7, 40, 23), LAYERS) < 1e-5
+    assert proofs.prove_padding(cut, rows(7, 40, 23), LAYERS).worst < 1e-5
     with pytest.raises(ProofError, match=r"target layer 5: .* are those of layer 4"):
         proofs.prove_hooks(spoil(cut, OneShiftedHook), rows(20)[0][None], LAYERS)
 
@@ -178,11 +179,11 @@ def test_hooks_that_give_other_states_fail_by_layer_and_cause(target, kind, laye
 
 
 def test_rows_padded_together_pass_with_a_small_error(target):
-    assert proofs.prove_padding(target, rows(7, 40, 23), LAYERS) < 1e-5
+    assert proofs.prove_padding(target, rows(7, 40, 23), LAYERS).worst < 1e-5
 
 
 def test_rows_of_one_length_pass(target):
-    assert proofs.prove_padding(target, rows(12, 12), LAYERS) < 1e-5
+    assert proofs.prove_padding(target, rows(12, 12), LAYERS).worst < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -211,16 +212,17 @@ def good_states(tokens: int = 9) -> Tensor:
 # --- the probe ----------------------------------------------------------------------------------
 
 
-def test_a_probe_is_compared_as_it_would_be_stored():
+def test_a_probe_is_compared_as_it_would_be_stored(target):
     stored = [good_states(), good_states(4)]
     exact = [states.float() * 1.0001 for states in stored]  # rounds back to what is stored
-    assert proofs.prove_probe(exact, stored, dtype="float32") == 0.0
+    assert proofs.prove_probe(exact, stored, tolerance_of_stored(target)).worst == 0.0
 
 
-def test_a_probe_that_rounds_the_other_way_passes_and_tells_its_error():
+def test_a_probe_that_rounds_the_other_way_passes_and_tells_its_error(target):
     stored = [good_states(), good_states(4)]
     nudged = [states.float() * 1.003 for states in stored]
-    assert 1e-3 < proofs.prove_probe(nudged, stored, dtype="float32") < 2**-7
+    found = proofs.prove_probe(nudged, stored, tolerance_of_stored(target))
+    assert 1e-3 < found.worst < 2**-7
 
 
 @pytest.mark.parametrize("factor", [1.5, torch.nan])
@@ -229,7 +231,7 @@ def test_a_probe_that_differs_in_one_token_fails(factor):
     other = [states.clone() for states in stored]
     other[0][8] *= factor
     with pytest.raises(ProofError, match="do not mix them"):
-        proofs.prove_probe(other, stored, dtype="bfloat16")
+        proofs.prove_probe(other, stored, Tolerance(limit=TOLERANCE["bfloat16"]))
 
 
 # --- agreement ----------------------------------------------------------------------------------
@@ -415,7 +417,7 @@ def test_what_the_proofs_measured_is_in_the_manifest(tiny_cache):
     found = read_manifest(tiny_cache).proofs
     assert found["hooks_vs_hidden_states"] == 0.0
     assert 0 <= found["padded_vs_alone"] < 1e-5
-    assert found["tolerance"] == proofs.TOLERANCE["float32"]
+    assert found["tolerance"] == TOLERANCE["float32"]
 
 
 def test_samples_for_the_proofs_fit_a_batch_and_are_of_unlike_length():
@@ -456,7 +458,8 @@ def test_samples_for_the_agreement_are_from_all_over_the_data(count):
 
 
 def test_a_cache_of_layers_that_the_library_has_no_word_for_differs_from_nothing():
-    assert proofs.furthest([], []) == (0, 0.0)
+    assert Tolerance(limit=0.1).furthest([]) is None
+    assert proofs.prove_probe([], [], Tolerance(limit=0.1)) == Difference()
 
 
 # --- embedding and head -------------------------------------------------------------------------
@@ -538,7 +541,7 @@ def test_a_good_target_of_every_family_passes_all_of_it(tmp_path, family):
     layers, ids = [1, 3, 5], rows(7, 40, 23)
     good = load_target(str(save_family(tmp_path / family, family)), dtype="float32", device="cpu")
     assert proofs.prove_hooks(good, ids[1][None], layers) < 1e-6
-    assert proofs.prove_padding(good, ids, layers) < 1e-4
+    assert proofs.prove_padding(good, ids, layers).worst < 1e-4
     assert proofs.prove_frozen(good, ids[1][None]) < 1e-4
     assert proofs.prove_final(good, ids[1][None], layers) < 1e-4
     report = report_of(good, ids[1])
