@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import platform
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from dflash_cache import ledger, lock, lockstep, progress, ranks, store, sweep, teams
 from dflash_cache.buckets import UnitPlan
 from dflash_cache.codec import Codec, left_codec
 from dflash_cache.config import BuildConfig
-from dflash_cache.devices import Group, gpus_here, group_of_rank, worker_groups
+from dflash_cache.devices import Group, gpus_here, group_of_rank, slow_bfloat16, worker_groups
 from dflash_cache.disk import full_disk_is_told
 from dflash_cache.errors import CacheError, TargetError
 from dflash_cache.evidence import leave_probe, meet_probe, prove, remembered_skips, tell_skipped
@@ -94,6 +96,7 @@ def plan_with_weights(config: BuildConfig) -> tuple[Survey, Plan]:
 def _build(config: BuildConfig, team: Team | None) -> Manifest:
     """The stage, by the holder of the lock."""
     tell_skipped(config)
+    tell_slow_target(config)
     found, plan = plan_with_weights(config)
     if ledger.is_sealed(config.out, plan.identity):
         return ledger.read_manifest(config.out)  # somebody else finished it meanwhile
@@ -123,6 +126,15 @@ def _build(config: BuildConfig, team: Team | None) -> Manifest:
         manifest = make_manifest(config, plan, all_records(config.out, plan), evidence)
         ledger.seal(config.out, manifest)
     return manifest
+
+
+def tell_slow_target(config: BuildConfig) -> None:
+    """A target in bfloat16 on a CPU that is slow in it could be done in float32."""
+    on_cpu = config.devices.startswith("cpu") or not gpus_here()
+    if config.target_dtype == "bfloat16" and on_cpu:
+        slow = slow_bfloat16(instead="--target-dtype float32")
+        if slow is not None:
+            tqdm.write(f"Warning: {slow}", file=sys.stderr)
 
 
 def all_records(root: Path, plan: Plan) -> list[UnitRecord]:

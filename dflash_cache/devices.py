@@ -1,7 +1,9 @@
 """Names of devices and precisions, as the options spell them."""
 
 import re
+import time
 from contextlib import suppress
+from functools import cache
 
 import torch
 
@@ -132,3 +134,36 @@ def grouped(names: list[str], *, tensor_parallel: int, devices: str) -> list[Gro
                 f"(--devices {devices}); want different GPUs"
             )
     return groups
+
+
+# --- CPUs without bfloat16 ------------------------------------------------------------------------
+
+SIDE = 256  # rows and columns of the products that are timed
+SLOW = 2.0  # times as long as in float32, from which on it is told
+
+
+def slow_bfloat16(*, instead: str) -> str | None:
+    """What to say where bfloat16 costs time on this CPU; None where it does not.
+
+    A CPU without instructions for it (on x86, AVX-512 BF16 or AMX) takes up to a hundred times as
+    long for a product as in float32.  `instead` is the option that helps.
+    """
+    times = product_seconds(torch.bfloat16) / product_seconds(torch.float32)
+    if times < SLOW:
+        return None
+    return (
+        f"this CPU takes {times:.0f} times as long for a product in bfloat16 as in float32; "
+        f"{instead} is quicker here"
+    )
+
+
+@cache
+def product_seconds(dtype: torch.dtype) -> float:
+    """Seconds of a square product on the CPU, the quickest of a few."""
+    left, right = torch.ones(2, SIDE, SIDE, dtype=dtype)
+    found = []
+    for _ in range(4):
+        began = time.perf_counter()
+        left @ right
+        found.append(time.perf_counter() - began)
+    return min(found)

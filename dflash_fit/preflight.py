@@ -6,6 +6,7 @@ import time
 import torch
 from tqdm import tqdm
 
+from dflash_cache.devices import slow_bfloat16
 from dflash_cache.reader import CacheReader, Reader
 from dflash_fit.backends import chosen
 from dflash_fit.batch import Batch
@@ -25,14 +26,17 @@ def preflight(plan: Outline) -> Estimate:
 
 
 def tell_before(plan: Outline) -> None:
-    """Print it, and warn where a device has too little memory."""
+    """Print it, and warn where a device has too little memory or is slow in what it is to do."""
     found = preflight(plan)
     tqdm.write(tell(found), file=sys.stderr)
+    warning = None
     if plan.world.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(plan.world.device)
         warning = too_large(found, free)
-        if warning is not None:
-            tqdm.write(f"Warning: {warning}", file=sys.stderr)
+    elif plan.config.precision == "bf16":
+        warning = slow_bfloat16(instead="--precision fp32")
+    if warning is not None:
+        tqdm.write(f"Warning: {warning}", file=sys.stderr)
 
 
 def work_of(plan: Outline) -> Work:

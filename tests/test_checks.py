@@ -330,7 +330,8 @@ def real_states(real_target) -> dict[str, tuple[np.ndarray, list[Tensor]]]:
     """Ids, and states of the kept layers and the final one, [t, H]: of chats and strange texts."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(real_target, dtype=torch.bfloat16).eval()
+    # In float32: not every CPU has instructions for bfloat16, in which the states are measured.
+    model = AutoModelForCausalLM.from_pretrained(real_target, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(real_target)
     lines = (QUICKSTART / "train.jsonl").read_text(encoding="utf-8").splitlines()[:400:50]
     texts = {
@@ -343,7 +344,8 @@ def real_states(real_target) -> dict[str, tuple[np.ndarray, list[Tensor]]]:
         with torch.inference_mode():
             output = model.model(input_ids=ids, output_hidden_states=True, use_cache=False)
         kept = [output.hidden_states[layer + 1][0] for layer in LAYERS]
-        found[name] = (ids[0].numpy(), [*kept, output.last_hidden_state[0]])
+        states = [plane.bfloat16() for plane in (*kept, output.last_hidden_state[0])]
+        found[name] = (ids[0].numpy(), states)
     return found
 
 

@@ -1,8 +1,16 @@
 """Which devices an option names, and which of several processes gets which."""
 
 import pytest
+import torch
 
-from dflash_cache.devices import device_names, group_of_rank, worker_groups
+from dflash_cache import devices as devices_module
+from dflash_cache.devices import (
+    device_names,
+    group_of_rank,
+    product_seconds,
+    slow_bfloat16,
+    worker_groups,
+)
 from dflash_cache.errors import ConfigError
 from dflash_cache.ranks import Meeting, find_rank
 
@@ -183,3 +191,27 @@ def test_ranks_that_do_not_know_where_to_meet_are_told_what_to_set(missing):
     variables = {name: value for name, value in {**SRUN, **MASTER}.items() if name != missing}
     with pytest.raises(ConfigError, match="set them to the name of the first node and a free port"):
         find_rank(variables)
+
+
+# --- CPUs without bfloat16 ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.019, None), (0.021, "2 times"), (0.9, "90 times")]
+)
+def test_a_cpu_that_is_slow_in_bfloat16_is_told_with_what_to_do(monkeypatch, seconds, told):
+    times = {torch.bfloat16: seconds, torch.float32: 0.01}
+    monkeypatch.setattr(devices_module, "product_seconds", times.__getitem__)
+    found = slow_bfloat16(instead="--precision fp32")
+    if told is None:
+        assert found is None
+    else:
+        assert f"takes {told} as long" in found
+        assert found.endswith("; --precision fp32 is quicker here")
+
+
+def test_products_are_timed_once():
+    product_seconds.cache_clear()
+    first = [product_seconds(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    assert min(first) > 0
+    assert [product_seconds(dtype) for dtype in (torch.float32, torch.bfloat16)] == first

@@ -27,6 +27,7 @@ from dflash_fit.evaluate import evaluate_drafter
 pytestmark = pytest.mark.realmodel
 
 TRAIN = QUICKSTART / "train.jsonl"
+SAMPLES, STEPS = 24, 40
 HELD_OUT = QUICKSTART / "heldout_prompts.jsonl"
 
 
@@ -46,9 +47,11 @@ def real_cache(real_target, tmp_path_factory) -> Path:
         target=str(real_target),
         data=str(TRAIN),
         out=out,
-        max_samples=40,
+        max_samples=SAMPLES,
         batch_tokens=2048,
         unit_tokens=4096,
+        agreement_samples=8,
+        target_dtype="float32",  # not every CPU has instructions for bfloat16
         devices="cpu",
     )
     build_cache(config)
@@ -89,11 +92,12 @@ def real_run(real_cache, tmp_path_factory) -> Path:
         anchor_microbatch=64,
         loss_chunk=128,
         epochs=20,
-        max_steps=60,
+        max_steps=STEPS,
         lr=3e-3,
         beta2=0.95,
         held_out=0.1,
         eval_every=1000,
+        precision="fp32",
         devices="cpu",
     )
     loop.fit(config)
@@ -113,7 +117,7 @@ def test_real_states_take_a_third_less_without_loss_and_half_with_little(spelt):
     for lossy in ("fp8", "int8"):
         assert 0.5 < state_bytes(spelt[lossy]) / whole < 0.55  # small chunks: pages cost more
     layer_ids = spelt["bf16"].identity.target_layer_ids
-    for index in range(40):
+    for index in range(SAMPLES):
         wanted = spelt["bf16"].hidden(index, layer_ids)
         assert torch.equal(spelt["lossless"].hidden(index, layer_ids), wanted)
 
@@ -127,20 +131,19 @@ def test_int8_with_static_scales_loses_least_of_real_states(spelt):
 
 def test_the_cache_equals_a_lone_forward(real_cache, real_target):
     reader = CacheReader(real_cache)
-    target = load_target(str(real_target), dtype="bfloat16", device="cpu")
+    target = load_target(str(real_target), dtype="float32", device="cpu")
     layer_ids = reader.identity.target_layer_ids
     assert layer_ids == [1, 8, 14, 20, 27]
-    for index in (0, 17, 39):
+    for index in (0, 11, SAMPLES - 1):
         ids = torch.from_numpy(reader.tokens(index)[0]).long()
         alone = torch.stack([s[0] for s in target.hidden_states(ids[None], layer_ids)]).float()
         stored = reader.hidden(index, layer_ids).float()
         error = (stored - alone).norm(dim=-1) / alone.norm(dim=-1)
-        assert float(error.median()) < 0.01
-        assert float(error.max()) < 0.15
+        assert float(error.max()) < 0.005  # what is stored is rounded to bfloat16
 
 
 def test_the_answer_and_its_end_are_supervised_and_nothing_else(real_target):
-    target = load_target(str(real_target), dtype="bfloat16", device="cpu")
+    target = load_target(str(real_target), dtype="float32", device="cpu")
     with open(TRAIN, encoding="utf-8") as lines:
         rows = [json.loads(line) for line, _ in zip(lines, range(50), strict=False)]
     for row in rows:
@@ -165,8 +168,9 @@ def test_a_little_training_helps_and_real_decoding_agrees(real_run, real_target)
     lines = [json.loads(line) for line in (real_run / "metrics.jsonl").read_text().splitlines()]
     measured = [line for line in lines if line["kind"] == "eval"]
     assert measured[0]["acceptance_length"] < 1.02
+    assert measured[-1]["acceptance_length"] > measured[0]["acceptance_length"] + 0.01
     config = EvalConfig(
-        drafter=real_run / "checkpoints" / "step_00000060",
+        drafter=real_run / "checkpoints" / f"step_{STEPS:08d}",
         target=str(real_target),
         prompts=str(HELD_OUT),
         max_prompts=2,

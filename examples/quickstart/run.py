@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dflash_cache.devices import slow_bfloat16
+
 HERE = Path(__file__).parent
 
 CACHE_OPTIONS = ["--max-samples", "900", "--batch-tokens", "2048"]
@@ -61,14 +63,18 @@ def quickstart(work: Path, device: str) -> bool:
     target, cache = work / "SmolLM2-135M-Instruct", work / "cache"
     prompts = HERE / "heldout_prompts.jsonl"
     fetch_target(target)
-    on = ["--device", device]
+    on, target_dtype, precision = ["--device", device], "bfloat16", "bf16"
+    in_float32 = "--target-dtype float32 and --precision fp32"
+    if device == "cpu" and (slow := slow_bfloat16(instead=in_float32)) is not None:
+        print(slow)
+        target_dtype, precision = "float32", "fp32"
     data = ["--target", target, "--data", HERE / "train.jsonl", "--out", cache]
-    dflash("cache", "build", *data, *CACHE_OPTIONS, "--devices", device)
+    build_options = [*CACHE_OPTIONS, "--target-dtype", target_dtype, "--devices", device]
+    dflash("cache", "build", *data, *build_options)
+    fit_options = ["--cache", cache, *FIT_OPTIONS, "--precision", precision, "--devices", device]
 
     def fit(out: Path, *more: str) -> dict[str, Any]:
-        return dflash(
-            "fit", "--cache", cache, "--out", out, *FIT_OPTIONS, "--devices", device, *more
-        )
+        return dflash("fit", *fit_options, "--out", out, *more)
 
     def decode(drafter: Path, limit: int) -> dict[str, Any]:
         with_target = ["--target", target, "--prompts", prompts, "--max-prompts", str(limit)]
