@@ -5,7 +5,7 @@ Stages are imported inside the commands: `dflash --help` must not wait for torch
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -174,12 +174,14 @@ def cache_answers(as_json: bool, **typed: Any) -> None:
 
 
 @contextmanager
-def ending_ranks(*, dry_run: bool) -> Iterator[None]:
+def ending_ranks(*, alone: bool) -> Iterator[None]:
     """A mistake in the options of one of many ranks ends the others, which would wait for it."""
     try:
         yield
     except (click.UsageError, DFlashError):
-        rank = None if dry_run else find_rank(os.environ)
+        rank = None
+        with suppress(DFlashError):  # a launcher that says too little is no reason to say less
+            rank = None if alone else find_rank(os.environ)
         if rank is None:
             raise
         from dflash_fit.launch import joining
@@ -194,7 +196,7 @@ class RankCommand(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> click.Context:
-        with ending_ranks(dry_run="--dry-run" in args):
+        with ending_ranks(alone="--dry-run" in args or "--sweep" in args):
             return super().make_context(info_name, args, parent, **extra)
 
 
@@ -213,7 +215,7 @@ def fit(context: click.Context, /, dry_run: bool, as_json: bool, **typed: Any) -
     if several.sweep is not None:
         fit_sweep(context, several, typed, dry_run=dry_run, as_json=as_json)
         return
-    with ending_ranks(dry_run=dry_run):
+    with ending_ranks(alone=dry_run):
         config = make_config(FitConfig, typed)
     from dflash_fit import estimate, loop
 

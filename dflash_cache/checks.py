@@ -214,8 +214,8 @@ class _Judged:
 class UnitChecks:
     """Judges batches as they come, and their unit when its last one has come.
 
-    `earlier` gives the norms of the first units of the cache, by name: asked for again while they
-    are few, for other workers commit too.
+    `earlier` gives the norms of the first units of the cache that have `ENOUGH` samples, by name:
+    asked for again while they are few, for other workers commit too.
     """
 
     def __init__(

@@ -21,6 +21,9 @@ from dflash_cache.schema import PROBE_FILE, UnitRecord
 from dflash_cache.target import Target
 from dflash_cache.tolerance import Difference, tolerance_of, tolerance_of_stored
 
+# Where the manifest keeps what a proof measured, and the proof.
+Proof = tuple[str, Callable[[], float | Difference]]
+
 # What a cache does without when a proof is left out, said at the start of a build.
 UNPROVEN = {
     "hooks": "nobody looks whether states are those of the layers that were asked for",
@@ -79,17 +82,17 @@ def _kept(measured: dict[str, Any], target: Target) -> dict[str, Any]:
 
 def _proofs_of_states(
     target: Target, plan: Plan, rows: Sequence[torch.Tensor], *, lead: bool
-) -> dict[str, tuple[str, Callable[[], float | Difference]]]:
+) -> dict[str, Proof]:
     """By name of the proof: where the manifest keeps what it measured, and the proof."""
     layer_ids, row = plan.identity.target_layer_ids, rows[0][None]
-    of_all: dict[str, tuple[str, Callable[[], float | Difference]]] = {
+    of_all: dict[str, Proof] = {
         "hooks": (
             "hooks_vs_hidden_states",
             lambda: proofs.prove_hooks(target, row, layer_ids),
         ),
         "padding": ("padded_vs_alone", lambda: proofs.prove_padding(target, rows, layer_ids)),
     }
-    of_the_lead: dict[str, tuple[str, Callable[[], float | Difference]]] = {
+    of_the_lead: dict[str, Proof] = {
         "frozen": ("frozen_vs_model", lambda: proofs.prove_frozen(target, row[:, :64])),
         "final": ("final_vs_head", lambda: proofs.prove_final(target, row[:, :64], layer_ids)),
     }

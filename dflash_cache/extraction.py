@@ -14,7 +14,7 @@ from tqdm import tqdm
 from dflash_cache import ledger, proofs, store
 from dflash_cache.attempt import EncodedSample
 from dflash_cache.buckets import UnitPlan, plan_batches
-from dflash_cache.checks import FIRST_UNITS, UnitChecks
+from dflash_cache.checks import ENOUGH, FIRST_UNITS, UnitChecks
 from dflash_cache.codec import Codec, calibration_samples, new_codec, stored_codec
 from dflash_cache.config import BuildConfig
 from dflash_cache.errors import DFlashError
@@ -105,7 +105,13 @@ def extract(
     checks = UnitChecks(
         identity.planes,
         leave_out=config.no_proof,
-        earlier=partial(ledger.first_norms, config.out, identity.fingerprint, count=FIRST_UNITS),
+        earlier=partial(
+            ledger.first_norms,
+            config.out,
+            identity.fingerprint,
+            count=FIRST_UNITS,
+            samples=ENOUGH,
+        ),
     )
 
     def write(

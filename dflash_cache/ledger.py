@@ -32,6 +32,7 @@ from dflash_cache.schema import (
 # What a cache that has lost its zarr.json may still hold; its records say whose it is.
 OWN = (LOCK, "units", "commits", "plan.parquet", "frozen.safetensors", PROBE_FILE, CHANNELS_FILE)
 READ_AHEAD = 16  # records asked for at once
+LOOKED_AT = 4  # records for each that is wanted
 
 
 def refuse_other_folder(root: Path) -> None:
@@ -273,19 +274,22 @@ def encoding_error(records: Iterable[UnitRecord]) -> dict[str, dict[str, float]]
 
 
 def first_norms(
-    root: Path, fingerprint: str, *, count: int
+    root: Path, fingerprint: str, *, count: int, samples: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Norms in the records of the first units that are committed, by unit.
+    """Norms in the records of the first units of at least so many samples, by unit.
 
-    A record that cannot be read is for others to tell: a repair is about to write it anew.
+    Of smaller ones where there are no others among the first records.  One that cannot be read is
+    for others to tell: a repair is about to write it anew.
     """
-    found = {}
-    for unit in recorded_units(root)[:count]:
+    found: dict[bool, dict[str, dict[str, dict[str, float]]]] = {True: {}, False: {}}
+    for unit in recorded_units(root)[: LOOKED_AT * count]:
         with suppress(CacheError, OSError):
-            found[unit] = _own(
-                read_record(record_path(root, unit)), unit, fingerprint, where=unit
-            ).norms
-    return found
+            record = _own(read_record(record_path(root, unit)), unit, fingerprint, where=unit)
+            found[len(record.sample_ids) >= samples][unit] = record.norms
+        if len(found[True]) == count:
+            break
+    kept = found[True] or found[False]
+    return dict(list(kept.items())[:count])
 
 
 def padding_share(records: Iterable[UnitRecord]) -> float | None:

@@ -32,7 +32,7 @@ def register(tensor: Tensor) -> None:
     if failed:
         raise DFlashError(
             f"{storage.nbytes() / 1e9:.2f} GB of memory cannot be pinned (CUDA error {failed}); "
-            "free some memory, raise `ulimit -l`, or take a smaller --token-budget (training) or "
-            "--batch-tokens (extraction)"
+            "free some memory, raise `ulimit -l`, or take less of it: a smaller --token-budget "
+            "(training) or --batch-tokens (extraction)"
         )
     weakref.finalize(storage, cuda.cudaHostUnregister, address)

@@ -247,7 +247,8 @@ class Display:
         now = self.clock()
         if now - self.last >= (REDRAW if self.bar is not None else RETELL):
             self.last = now
-            self._draw(self.meter.note(now, self.counts), idle=now - self.moved)
+            with suppress(OSError):  # a terminal may be gone, and the work goes on
+                self._draw(self.meter.note(now, self.counts), idle=now - self.moved)
 
     def _draw(self, speed: Speed, *, idle: float) -> None:
         reached = min(self.total, self.done + sum_of(self.counts).tokens)
@@ -266,16 +267,17 @@ class Display:
 
     def close(self) -> None:
         """Take the bar away and say what was done."""
-        if self.bar is not None:
-            self.bar.close()
         count = sum_of(self.counts)
-        if count.tokens:
-            self.tell(summary_text(count, self.clock() - self.began))
+        with suppress(OSError):
+            if self.bar is not None:
+                self.bar.close()
+            if count.tokens:
+                self.tell(summary_text(count, self.clock() - self.began))
 
 
 @contextmanager
 def repeated(
-    call: Callable[[], None], *, every: float, name: str, until: tuple[type[Exception], ...]
+    call: Callable[[], None], *, every: float, name: str, until: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
     """Call something every so many seconds, in a thread of its own, as long as the block runs.
 
@@ -306,8 +308,7 @@ def shown(
     if skipped:
         display.tell(skips_text(skipped))
     try:
-        # A terminal may be gone, and the work goes on.
-        with repeated(display.refresh, every=REDRAW, name="dflash-display", until=(OSError,)):
+        with repeated(display.refresh, every=REDRAW, name="dflash-display"):
             yield display
     finally:
         display.close()

@@ -54,8 +54,9 @@ class Target:
     def has_experts(self) -> bool:
         """Whether a router sends the tokens of some layer that is there to experts.
 
-        All families of transformers that do so keep the experts in a module of this name; configs
-        tell of them under five names, and some of a target that has none.
+        Families of transformers keep the experts in a module of this name (Doge does not, and is
+        held to what others are); configs tell of them under five names, and some of a target that
+        has none.
         """
         return any(name.rpartition(".")[2] == "experts" for name, _ in self.layers.named_modules())
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dflash_fit.density import wait_for
-from dflash_fit.memory import copies, memory_of, pinned_of
+from dflash_fit.memory import host_of, memory_of, pinned_of
 from dflash_fit.work import Work, parameters_of, useful_flop_of
 
 # Useful FLOP/s of a step over those of a large product that is held.  On an H200 whole steps reach
@@ -49,7 +49,7 @@ class Estimate:
     @property
     def host_bytes(self) -> int:
         """Host memory of rank 0, which takes the most: batches, and copies for checkpoints."""
-        return self.pinned_bytes + copies(self.work)
+        return host_of(self.work)
 
     @property
     def tokens_per_step(self) -> float:

@@ -209,6 +209,8 @@ def joining(rank: Rank) -> Iterator[None]:
 
 def _end_all(rank: Rank, error: DFlashError) -> None:
     """End a job that this rank does not join; raises `ToldElsewhere` if another has ended it."""
+    # At once: rank 0 may not be there yet, or never come, and then the error itself waits.
+    sys.stderr.write(f"{error} (telling the other ranks)\n")
     try:
         store = open_store(rank.meeting, hosts=rank.hosts)
         own = PrefixStore("verdict", _job_of(rank, store))

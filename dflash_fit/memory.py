@@ -57,7 +57,12 @@ def memory_of(work: Work) -> dict[str, int]:
 
 def pinned_of(work: Work) -> int:
     """Bytes of host memory that one rank pins: for its feed, and to copy checkpoints through."""
-    return host_batches(work) + (THREADS * PIECE if work.device_type == "cuda" else 0)
+    return host_batches(work) + THREADS * PIECE if work.device_type == "cuda" else 0
+
+
+def host_of(work: Work) -> int:
+    """Bytes of host memory of rank 0, which takes the most."""
+    return copies(work) + (pinned_of(work) or host_batches(work))
 
 
 def host_batches(work: Work) -> int:

@@ -63,13 +63,14 @@ class Staging:
         if self.stream is None:
             room.copy_(live)
             return
-        # A new thread's device is the first one, which may be another rank's.
+        # A new thread's device is the first one, which may be another rank's: even to wait there
+        # would make a context, half a GB.
         with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             room.copy_(live, non_blocking=True)
             # Blocking: who waits for it sleeps, and takes no core from those who move.
             fetched = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             fetched.record(self.stream)
-        fetched.synchronize()
+            fetched.synchronize()
 
 
 def pieces(live: Tensor, kept: Tensor) -> Iterable[Pair]:

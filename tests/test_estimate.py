@@ -26,6 +26,7 @@ from dflash_fit.memory import (
     copies,
     frozen,
     head_chunk,
+    host_of,
     masters_and_moments,
     measuring_at_work,
     memory_of,
@@ -379,9 +380,11 @@ def test_batches_are_counted_to_the_byte(encoding):
     work = replace(SMALL, shape=shape)
     assert batches(work) == 2 * one  # the feed's slot, and the graph's input
     assert batches(replace(work, captured=False)) == one
-    assert pinned_of(replace(work, device_type="cpu")) == 3 * one  # one in use, two ahead
-    # And what checkpoints are copied through.
+    # One in use, two ahead; and what checkpoints are copied through.
     assert pinned_of(work) == 3 * one + staging.THREADS * staging.PIECE
+    on_cpu = replace(work, device_type="cpu")
+    assert pinned_of(on_cpu) == 0
+    assert host_of(on_cpu) == 3 * one + copies(work)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -531,7 +534,7 @@ def bytes_of(work: Work) -> float:
 def test_the_speed_of_a_device_is_a_share_of_what_its_products_reach(monkeypatch):
     seconds = iter(range(0, 1000, 2))  # the clock goes on by 2 s whenever somebody looks
     monkeypatch.setattr(estimates.time, "perf_counter", lambda: float(next(seconds)))
-    products = 8 * 2 * 512**3
+    products = 2 * 512**3
     assert speed_of(CPU, precision="fp32") == pytest.approx(EFFICIENCY * products / 4)
 
 

@@ -603,6 +603,34 @@ def test_another_worker_is_judged_by_the_units_that_are_committed(begun, target,
     assert_clean(begun, planned, committed=3)
 
 
+def test_norms_are_learnt_from_units_that_could_be_judged_and_from_others_where_there_are_none(
+    begun, target, planned
+):
+    run(begun, target, planned)
+    fingerprint = planned.identity.fingerprint
+    sizes = {unit.name: len(unit.members) for unit in planned.units}
+    for least in sorted({1, *sizes.values(), max(sizes.values()) + 1}):
+        large = [name for name in sorted(sizes) if sizes[name] >= least]
+        for count in (1, 3):
+            found = ledger.first_norms(begun, fingerprint, count=count, samples=least)
+            assert list(found) == (large or sorted(sizes))[:count]
+
+
+def test_a_fault_in_small_units_is_not_learnt_by_the_next_worker_or_the_next_run(
+    begun, target, planned
+):
+    """Whoever comes anew sees units that nobody has judged: they are committed all the same."""
+    first, *others = sorted(planned.units, key=lambda unit: -len(unit.members))
+    run(begun, target, planned, units=[first])
+    assert len(first.members) >= ENOUGH
+    small = [replace(unit, members=unit.members[:1]) for unit in others]
+    louder = Changed(target, louder_from(0, 3.0))
+    for unit in small:
+        run(begun, louder, planned, units=[unit])
+    with pytest.raises(ProofError, match=r"\(median of 1 units\)"):
+        run(begun, louder, planned, units=[replace(others[0], name="u9", members=first.members)])
+
+
 def test_a_build_that_goes_on_with_other_norms_stops(
     tmp_path, tiny_target, target, data, monkeypatch
 ):

@@ -233,6 +233,25 @@ def test_it_is_drawn_by_a_thread_while_nobody_counts(tmp_path, monkeypatch):
         assert drawn.wait(60)
 
 
+def test_a_terminal_that_is_gone_does_not_end_the_work(tmp_path, monkeypatch):
+    """As behind `| head`: what is drawn, refreshed and summed up is lost, and nothing else."""
+    stream, clock = Stream(terminal=False), Clock()
+    display = Display(tmp_path, total=1000, done=0, stream=stream, clock=clock)
+    alone, tried = Alone(display), []
+
+    def gone(text: str) -> None:
+        tried.append(text)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(stream, "write", gone)
+    for step in (lambda: alone.update(100), display.refresh, display.close):
+        clock.now += RETELL
+        before = len(tried)
+        step()
+        assert len(tried) > before
+    assert display.counts[0].tokens == 100
+
+
 def test_a_disk_that_no_longer_answers_does_not_silence_the_display(tmp_path, monkeypatch):
     stream, clock, answers = Stream(terminal=False), Clock(), threading.Event()
     display = Display(tmp_path, total=1000, done=0, stream=stream, clock=clock)

@@ -25,6 +25,15 @@ pytestmark = [
     pytest.mark.skipif(gpus_here() < 2, reason="needs two CUDA GPUs"),
 ]
 
+
+@pytest.fixture(autouse=True)
+def same_device():
+    """A run in this process makes its GPU the current one, which later tests do not expect."""
+    before = torch.cuda.current_device()
+    yield
+    torch.cuda.set_device(before)
+
+
 FIRST, SECOND, BOTH = "cuda:0", "cuda:1", "cuda:0,cuda:1"
 
 

@@ -314,7 +314,23 @@ def test_options_that_are_wrong_on_one_machine_end_the_ranks_of_all(
     assert told in str(verdict_of_two.read().error)
 
 
-@pytest.mark.parametrize("words", ["--help", "--dry-run --cache nowhere --out o --anchros 5"])
+def test_a_launcher_that_says_too_little_hides_no_mistake_of_the_user(monkeypatch):
+    """As in a batch script of Slurm that starts one process and knows of eight."""
+    for name, value in {"PROCID": "0", "NTASKS": "8", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    done = CliRunner().invoke(main, ["fit", "--cache", "c", "--out", "o", "--anchros", "5"])
+    assert done.exit_code == 2
+    assert "No such option" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--help",
+        "--dry-run --cache nowhere --out o --anchros 5",
+        "--sweep sweep.toml --cache nowhere --out o --anchros 5",
+    ],
+)
 def test_who_only_looks_ends_no_other_rank(verdict_of_two, words):
     CliRunner().invoke(main, ["fit", *words.split()])
     assert verdict_of_two.read() is None

@@ -60,14 +60,15 @@ def fetch_target(target: Path) -> None:
 
 def quickstart(work: Path, device: str) -> bool:
     """All steps and the table; False when real decoding was not identical to greedy."""
-    target, cache = work / "SmolLM2-135M-Instruct", work / "cache"
+    target = work / "SmolLM2-135M-Instruct"
     prompts = HERE / "heldout_prompts.jsonl"
     fetch_target(target)
-    on, target_dtype, precision = ["--device", device], "bfloat16", "bf16"
+    on, target_dtype, precision, ending = ["--device", device], "bfloat16", "bf16", ""
     in_float32 = "--target-dtype float32 and --precision fp32"
     if device == "cpu" and (slow := slow_bfloat16(instead=in_float32)) is not None:
         print(slow)
-        target_dtype, precision = "float32", "fp32"
+        target_dtype, precision, ending = "float32", "fp32", "-float32"
+    cache = work / f"cache{ending}"
     data = ["--target", target, "--data", HERE / "train.jsonl", "--out", cache]
     build_options = [*CACHE_OPTIONS, "--target-dtype", target_dtype, "--devices", device]
     dflash("cache", "build", *data, *build_options)
@@ -80,7 +81,7 @@ def quickstart(work: Path, device: str) -> bool:
         with_target = ["--target", target, "--prompts", prompts, "--max-prompts", str(limit)]
         return dflash("eval", "--drafter", drafter, *with_target, *EVAL_OPTIONS, *on)
 
-    untrained_run, trained_run = work / "untrained", work / "run"
+    untrained_run, trained_run = work / f"untrained{ending}", work / f"run{ending}"
     untrained = fit(untrained_run, "--max-steps", "0")
     untrained_decoded = decode(untrained_run, 2)
     trained = fit(trained_run)
