@@ -121,7 +121,7 @@ def check(case):
         )
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(cases(), tilings())
 def test_out_and_gradients_are_those_of_the_dense_way(case, tiles):
     with pytest.MonkeyPatch.context() as patch:

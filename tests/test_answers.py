@@ -710,7 +710,7 @@ def test_greedy_answers_are_what_the_target_generates_and_agrees_with(real_targe
     from dflash_cache.config import BuildConfig
     from dflash_cache.weights import load_target
 
-    prompts = ["Name three colours.", "What is the capital of France?", "Say hello in French."]
+    prompts = ["What is the capital of France?", "Say hello in French."]
     follow_up = [turn("assistant", ""), turn("user", "Thank you. Write one short sentence more.")]
     rows = [{"messages": [turn("user", prompt), *follow_up]} for prompt in prompts]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -718,13 +718,12 @@ def test_greedy_answers_are_what_the_target_generates_and_agrees_with(real_targe
     chat_server = ChatServer(str(real_target))
     try:
         options = AnswersConfig(
-            data=str(data), out=out, server=chat_server.address, concurrency=2, max_new_tokens=96
+            data=str(data), out=out, server=chat_server.address, concurrency=2, max_new_tokens=64
         )
         summary = write_answers(options)
     finally:
         chat_server.end()
-    assert summary["written"] + sum(summary["skipped"].values()) == 3
-    assert summary["written"] >= 2
+    assert summary["written"] == len(prompts), summary["skipped"]
     target = load_target(str(real_target), dtype="float32", device="cpu")
     for row in lines(out):
         for position, message in enumerate(row["messages"]):
@@ -736,13 +735,14 @@ def test_greedy_answers_are_what_the_target_generates_and_agrees_with(real_targe
                     return_tensors="pt",
                 )
                 with torch.inference_mode():
-                    ids = target.model.generate(**prompt, do_sample=False, max_new_tokens=96)
+                    ids = target.model.generate(**prompt, do_sample=False, max_new_tokens=64)
                 answer = ids[0, prompt["input_ids"].shape[1] :]
                 assert target.tokenizer.decode(answer) == message["content"] + "<|im_end|>"
     cache = tmp_path / "cache"
     build_cache(
         BuildConfig(target=str(real_target), data=str(out), out=cache, target_dtype="float32",
-                    devices="cpu", max_skipped=0.0)
+                    devices="cpu", max_skipped=0.0,
+                    no_proof=("hooks", "padding", "frozen", "final", "probe"))
     )  # fmt: skip
     assert CacheReader(cache).manifest.agreement["greedy"] > 0.97
 
