@@ -337,7 +337,7 @@ def test_a_build_goes_on_where_a_conversion_stopped(built, tmp_path, monkeypatch
             convert(built("bf16"), "fp8", out)
     begun = stop_at_unit(monkeypatch, -1)
     assert build_cache(config(out, "fp8")).proofs["probe"] == 0.0
-    assert begun == ["u000001", "u000002"]
+    assert sorted(begun) == ["u000001", "u000002"]  # a build has its own order
     assert unlike(out, built("fp8")) == set()
     assert records_of(out) == records_of(built("fp8"))
 
@@ -348,7 +348,7 @@ def test_a_conversion_goes_on_where_a_build_stopped_with_its_scales(
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(extraction, "calibration_samples", lambda _: [0])  # a conversion takes all
-        stop_at_unit(patch, 2)
+        done = stop_at_unit(patch, 2)
         with pytest.raises(Stopped):
             build_cache(config(out, "int8"))
     scales = (out / CHANNELS_FILE).read_bytes()
@@ -356,7 +356,7 @@ def test_a_conversion_goes_on_where_a_build_stopped_with_its_scales(
     begun = stop_at_unit(monkeypatch, -1)
     convert(built("bf16"), "int8", out)
 
-    assert begun == ["u000001", "u000002"]
+    assert begun == sorted({"u000000", "u000001", "u000002"} - {done[0]})
     assert (out / CHANNELS_FILE).read_bytes() == scales
     assert scales != (built("int8") / CHANNELS_FILE).read_bytes()
     assert verify_cache(out)["errors"] == []
