@@ -31,5 +31,6 @@ types: install
 
 check: lint types
 
+# Two at once: many tests wait for processes.  A file's tests share what is costly to make.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -5,7 +5,6 @@ package index cannot be reached.
 """
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -29,15 +28,6 @@ pytestmark = pytest.mark.realmodel
 TRAIN = QUICKSTART / "train.jsonl"
 SAMPLES, STEPS = 24, 40
 HELD_OUT = QUICKSTART / "heldout_prompts.jsonl"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads():
-    """Real shapes: use the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
