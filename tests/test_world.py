@@ -6,12 +6,14 @@ takes its time runs beside the other tests.
 
 import atexit
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -82,9 +84,13 @@ def environment(rank: int, *, size: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system gives away, and not one of another process that tests."""
+    first = 20_000 + 4000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in random.sample(range(first, first + 4000), 50):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def wait_for(condition, *, seconds: float = 120.0) -> None:
