@@ -5,9 +5,12 @@ It is for plumbing and mathematics only; whatever shows quality uses the real sm
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -55,6 +58,16 @@ def fresh_compiler(request: pytest.FixtureRequest) -> None:
 def hasty_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody reads here how long a run will take."""
     monkeypatch.setattr("dflash_fit.estimate.SECONDS", 0.01)
+
+
+def free_port() -> int:
+    """Below those that the system gives away, and not one of another process that tests."""
+    first = 20_000 + 4000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in random.sample(range(first, first + 4000), 50):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 CHATML = (

@@ -157,24 +157,38 @@ def test_a_world_of_one_reduces_inside_the_graph_and_changes_no_bit(tiny_cache, 
     assert losses(config.out) == losses(alone.out)
 
 
-def test_a_builder_and_a_trainer_that_follows_it_share_the_gpu(tiny_target, tmp_path):
+def follow_a_build(tiny_target, tmp_path, *, builder, trainer):
+    """Run folders of a run that followed a build, and of one on the sealed cache in its order."""
     data = write_jsonl(tmp_path / "data.jsonl", chat_rows(300, seed=8))
     cache = tmp_path / "cache"
-    config = gpu_fit(cache, tmp_path / "run", follow=True, packs_per_step=2, max_steps=60, epochs=3)
+    config = gpu_fit(
+        cache,
+        tmp_path / "run",
+        follow=True,
+        packs_per_step=2,
+        max_steps=60,
+        epochs=3,
+        devices=trainer,
+    )
     words = ["cache", "build", "--target", tiny_target, "--data", data, "--out", cache]
     words += ["--num-target-layers", 3, "--bucket-edges", "48,96,160", "--unit-tokens", 400]
-    words += ["--batch-tokens", 512, "--agreement-samples", 0, "--devices", "cuda"]
+    words += ["--batch-tokens", 512, "--agreement-samples", 0, "--devices", builder]
     program = "from dflash_cli.main import main; main()"
-    builder = subprocess.Popen([sys.executable, "-c", program, *map(str, words)])
+    build = subprocess.Popen([sys.executable, "-c", program, *map(str, words)])
     try:
         assert loop.fit(config)["finished"]
-        assert builder.wait(timeout=120) == 0
+        assert build.wait(timeout=120) == 0
     finally:
-        builder.kill()
-        builder.wait()
+        build.kill()
+        build.wait()
     order = config.out / "followed.json"
     sealed = replace(config, out=tmp_path / "sealed", follow=False, unit_order=order)
     loop.fit(sealed)
-    assert [loss for _, loss, _ in losses(config.out)] == pytest.approx(
-        [loss for _, loss, _ in losses(sealed.out)], rel=1e-4
+    return config.out, sealed.out
+
+
+def test_a_builder_and_a_trainer_that_follows_it_share_the_gpu(tiny_target, tmp_path):
+    run, sealed = follow_a_build(tiny_target, tmp_path, builder="cuda", trainer="cuda")
+    assert [loss for _, loss, _ in losses(run)] == pytest.approx(
+        [loss for _, loss, _ in losses(sealed)], rel=1e-4
     )

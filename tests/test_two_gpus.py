@@ -3,15 +3,14 @@
 On CPUs `test_ranks`, `test_workers` and `test_layouts` ask for the same, to the last bit.
 """
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import chat_rows, tiny_build, write_jsonl
-from test_gpu import gpu_fit, lines
+from conftest import tiny_build
+from test_gpu import follow_a_build, gpu_fit, lines
 from test_loop import losses
+from test_ranks import stop_at_3, stop_at_6
 
 from dflash_cache.build import build_cache
 from dflash_cache.devices import gpus_here
@@ -86,35 +85,12 @@ def test_a_run_that_two_gpus_began_goes_on_with_one_and_with_two_again(tiny_cach
     )
     alone = replace(config, out=tmp_path / "alone", devices=FIRST)
     loop.fit(alone)
-    for places, stop in ((BOTH, at_3), (SECOND, at_6), (BOTH, loop.never)):
+    for places, stop in ((BOTH, stop_at_3), (SECOND, stop_at_6), (BOTH, loop.never)):
         found = loop.fit(replace(config, devices=places), stop=stop)
     assert found["finished"]
     assert_same_curve(config.out, alone.out)
 
 
-def at_3(step):
-    return step == 3
-
-
-def at_6(step):
-    return step == 6
-
-
 def test_one_gpu_trains_while_the_other_builds(tiny_target, tmp_path):
-    data = write_jsonl(tmp_path / "data.jsonl", chat_rows(300, seed=8))
-    cache = tmp_path / "cache"
-    config = gpu_fit(cache, tmp_path / "run", follow=True, packs_per_step=2, devices=SECOND)
-    words = ["cache", "build", "--target", tiny_target, "--data", data, "--out", cache]
-    words += ["--num-target-layers", 3, "--bucket-edges", "48,96,160", "--unit-tokens", 400]
-    words += ["--batch-tokens", 512, "--agreement-samples", 0, "--devices", FIRST]
-    builder = subprocess.Popen([sys.executable, "-m", "dflash_cli", *map(str, words)])
-    try:
-        assert loop.fit(replace(config, max_steps=60, epochs=3))["finished"]
-        assert builder.wait(timeout=120) == 0
-    finally:
-        builder.kill()
-        builder.wait()
-    order = config.out / "followed.json"
-    sealed = replace(config, out=tmp_path / "sealed", follow=False, unit_order=order)
-    loop.fit(replace(sealed, max_steps=60, epochs=3))
-    assert_same_curve(config.out, sealed.out)
+    runs = follow_a_build(tiny_target, tmp_path, builder=FIRST, trainer=SECOND)
+    assert_same_curve(*runs)

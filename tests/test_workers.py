@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_build
+from conftest import free_port, tiny_build
 from light_work import die_in_its_own_way, end_early, fail_in_one
 from torch.distributed import HashStore
 
@@ -391,12 +391,6 @@ def test_every_method_of_a_target_is_told_to_the_processes_that_follow():
 
 
 # --- ranks ----------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def test_two_ranks_of_torchrun_build_one_cache(alone, tmp_path, tiny_target, tiny_data):

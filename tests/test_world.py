@@ -6,20 +6,19 @@ takes its time runs beside the other tests.
 
 import atexit
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import rank_work
 import torch
 from click.testing import CliRunner
+from conftest import free_port
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore
@@ -81,16 +80,6 @@ def environment(rank: int, *, size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
     }
-
-
-def free_port() -> int:
-    """Below those that the system gives away, and not one of another process that tests."""
-    first = 20_000 + 4000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    for port in random.sample(range(first, first + 4000), 50):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("localhost", port))
-            return port
-    raise AssertionError("no port is free")
 
 
 def wait_for(condition, *, seconds: float = 120.0) -> None:
